@@ -1,0 +1,129 @@
+"""The one result schema of every benchmark: `docs/results/NAME.json` beside a readable `NAME.md`.
+
+`target` is the least that is asked, `aim` the ambition; `passed` is None where there is no target. `write(resume=True)` merges rows by name, so that
+long benchmarks can be run in several calls.
+"""
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure. `peers` maps a peer's name to its figure in the same unit; `better` is "higher" or "lower"."""
+
+    name: str
+    value: float | None
+    unit: str
+    target: float | None = None
+    aim: float | None = None
+    better: str = "higher"
+    peers: dict[str, float] = dataclasses.field(default_factory=dict)
+    note: str = "measured here"
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the target holds; None without a target. A figure that could not be had fails its target."""
+        if self.target is None:
+            return None
+        if self.value is None:
+            return False
+        return self.value >= self.target if self.better == "higher" else self.value <= self.target
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "passed": self.passed}
+
+
+def commit() -> str:
+    """The short commit of the checkout, with `+` when the tree differs from it; `PLANNER_COMMIT` overrides where git is missing."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True).stdout
+        return head + ("+" if dirty.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("PLANNER_COMMIT", "unknown")
+
+
+def environment() -> dict[str, str]:
+    """Device, driver and versions that a figure was measured on."""
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "-"
+
+    device, driver = "cpu", "-"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        device = torch.cuda.get_device_name(0)
+        try:
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+        except (OSError, subprocess.CalledProcessError):
+            driver = "-"
+    return {
+        "device": device, "driver": driver, "torch": version("torch"), "triton": version("triton"),
+        "cpu": f"{_cpu_name()} ({os.cpu_count()} cores)", "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def write(name: str, rows: list[Row], *, command: str, title: str, intro: str = "", resume: bool = False,
+          out: Path | str = "docs/results") -> Path:
+    """Writes `out/NAME.json` and `out/NAME.md`; with `resume`, rows of an earlier file that this call did not measure are kept."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    stamp = {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "commit": commit()}
+    path = out / f"{name}.json"
+    merged: dict[str, dict[str, Any]] = {}
+    if resume and path.exists():
+        merged = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    merged.update({row.name: {**row.to_json(), **stamp} for row in rows})
+    document = {"schema_version": SCHEMA_VERSION, "command": command, **stamp, "environment": environment(), "rows": list(merged.values())}
+    for target, text in ((path, json.dumps(document, indent=1) + "\n"), (out / f"{name}.md", _markdown(title, intro, document))):
+        temporary = target.with_suffix(target.suffix + ".tmp")
+        temporary.write_text(text)
+        temporary.replace(target)
+    return path
+
+
+def _markdown(title: str, intro: str, document: dict[str, Any]) -> str:
+    env = document["environment"]
+    lines = [f"# {title}", "", f"`{document['command']}` on {document['date']}, commit {document['commit']}; {env['device']}, driver {env['driver']}, "
+             f"torch {env['torch']}, triton {env['triton']}, {env['cpu']}.", ""]
+    if intro:
+        lines += [intro.strip(), ""]
+    lines += ["| what | value | unit | target | aim | holds | peers | note |", "|---|---|---|---|---|---|---|---|"]
+    for row in document["rows"]:
+        peers = ", ".join(f"{peer} {_number(value)}" for peer, value in row["peers"].items())
+        holds = {None: "", True: "yes", False: "**no**"}[row["passed"]]
+        below = [p for p, v in row["peers"].items()
+                 if row["value"] is not None and (row["value"] < v if row["better"] == "higher" else row["value"] > v)]
+        note = row["note"] + (f"; below peer: {', '.join(below)}" if below else "")
+        lines.append(f"| {row['name']} | {_number(row['value'])} | {row['unit']} | {_number(row['target'])} | {_number(row['aim'])} | {holds} "
+                     f"| {peers} | {note} |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

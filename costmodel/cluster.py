@@ -1,0 +1,108 @@
+"""Devices, links and clusters, in SI units: bytes, bytes/s, FLOP/s, seconds, watts, dollars per hour.
+
+A rank is one device. Ranks are numbered host by host; a zone is `hosts_per_zone` consecutive hosts. `tiers` go from the innermost to the outermost link; a
+collective whose group spans a tier pays that tier's bandwidth and latency.
+"""
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator (or CPU rank). `peak_flops` maps a number format to its dense peak [FLOP/s] [Datasheet: `sources`]."""
+
+    name: str
+    kind: Literal["gpu", "cpu"]
+    peak_flops: dict[str, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    num_sms: int = 0
+    l2_bytes: float = 0.0
+    host_link_bandwidth: float = 0.0
+    power: float | None = None
+    native_formats: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes <= 0 or self.memory_bandwidth <= 0 or not self.peak_flops or min(self.peak_flops.values()) <= 0:
+            raise ValueError(f"device {self.name}: memory, bandwidth and every peak must be > 0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTier:
+    """A tier of links: `bandwidth` [bytes/s per rank and direction], `latency` [s per hop], `scope`: how many ranks it joins.
+
+    `oversubscription` n: n ranks' worth of traffic share one rank's bandwidth when all cross the tier at once.
+    """
+
+    name: str
+    scope: Literal["host", "zone", "cluster"]
+    bandwidth: float
+    latency: float
+    oversubscription: float = 1.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.bandwidth <= 0 or self.latency < 0 or self.oversubscription < 1:
+            raise ValueError(f"tier {self.name}: bandwidth > 0, latency >= 0 and oversubscription >= 1 are needed")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """Failures per device-hour, seconds from failure to training again, and slow nodes: a share of hosts that run `slow_factor` times slower."""
+
+    failures_per_device_hour: float = 0.0
+    restart_seconds: float = 300.0
+    slow_node_probability: float = 0.0
+    slow_node_factor: float = 1.0
+    step_jitter: float = 0.0
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Dollars per device-hour, never without a source."""
+
+    dollars_per_device_hour: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`num_hosts` hosts of `devices_per_host` devices; `memory_budget` [bytes per rank] caps what a plan may use (default: the device's memory)."""
+
+    name: str
+    device: Device
+    num_hosts: int
+    devices_per_host: int
+    tiers: tuple[LinkTier, ...]
+    hosts_per_zone: int | None = None
+    host_memory_bytes: float = 0.0
+    memory_budget: float | None = None
+    reliability: Reliability = Reliability()
+    price: Price | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_hosts < 1 or self.devices_per_host < 1:
+            raise ValueError(f"cluster {self.name}: num_hosts and devices_per_host must be >= 1")
+        if self.hosts_per_zone is not None and self.num_hosts % self.hosts_per_zone and self.num_hosts > self.hosts_per_zone:
+            legal = [d for d in range(1, self.num_hosts + 1) if self.num_hosts % d == 0]
+            raise ValueError(f"cluster {self.name}: {self.num_hosts} hosts do not divide into zones of {self.hosts_per_zone}; legal: {legal}")
+        if not self.tiers and self.num_ranks > 1:
+            raise ValueError(f"cluster {self.name}: {self.num_ranks} ranks need at least one link tier")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes a rank may use: the budget where given, else the device's memory."""
+        return min(self.memory_budget or self.device.memory_bytes, self.device.memory_bytes)
+
+    def scope_size(self, scope: str) -> int:
+        """Ranks joined by a tier's scope."""
+        zone = (self.hosts_per_zone or self.num_hosts) * self.devices_per_host
+        return {"host": self.devices_per_host, "zone": min(zone, self.num_ranks), "cluster": self.num_ranks}[scope]

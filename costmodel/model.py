@@ -1,0 +1,160 @@
+"""The GEM-like model as data: embedding tables, user sequences with layers, an interaction, task heads.
+
+    ids ----> tables (pooled)   ------------------------------------------+
+    ids ----> tables (sequence) -> concat -> Linear -> layers -> summary --+--> concat -> interaction -> heads -> logits
+    dense features -> bottom MLP -----------------------------------------+
+
+`dim` (D) is the width of every sequence stream and summary. A layer group is `count` identical blocks of one kind; a kind is one class in
+`costmodel/blocks/` and one module in `runtime/model/`, whose parameter counts and FLOPs are tested equal. docs/model.md has each block's formula.
+"""
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+Optimizer = Literal["rowwise_adagrad", "sgd", "adam"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableGroup:
+    """`count` identical embedding tables of `rows` x `dim`.
+
+    pooling: `sum` or `mean` over `ids_per_sample` ids (the average pooling factor), or `sequence`, one id per event of `sequence`. A sequence
+    table's last event is the candidate to be scored. `zipf` is the exponent of the ids' popularity, 0 for uniform. Table i is named `name` when count
+    is 1, else `name.i`.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    count: int = 1
+    pooling: Literal["sum", "mean", "sequence"] = "sum"
+    ids_per_sample: float = 1.0
+    sequence: str | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    optimizer: Optimizer = "rowwise_adagrad"
+    zipf: float = 1.05
+
+    def __post_init__(self) -> None:
+        for key in ("rows", "dim", "count"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"table {self.name}: {key} must be >= 1, got {getattr(self, key)}")
+        if (self.pooling == "sequence") != (self.sequence is not None):
+            raise ValueError(f"table {self.name}: `sequence:` names the sequence of a table with `pooling: sequence`, and only of such a table")
+        if self.ids_per_sample <= 0 or self.zipf < 0:
+            raise ValueError(f"table {self.name}: ids_per_sample must be > 0 and zipf >= 0")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,) if self.count == 1 else tuple(f"{self.name}.{i}" for i in range(self.count))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one table's weights."""
+        return self.rows * self.dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one table's optimizer state: fp32; one value a row for rowwise Adagrad, two a weight for Adam, none for SGD."""
+        return {"rowwise_adagrad": self.rows * 4, "adam": self.rows * self.dim * 8, "sgd": 0}[self.optimizer]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """`count` identical blocks of one `kind` (a key of `costmodel.blocks.BLOCKS`), which take one precision and one checkpoint policy each.
+
+    Fields that a kind does not use must keep their defaults (checked by the kind's class): `heads`, `head_dim` for attention; `mlp_dim` for blocks with a
+    feed-forward part; `window`, `causal` for masks; `divisor`: what HSTU and GDPA divide scores by, fixed, never the batch's maximum.
+    """
+
+    kind: str
+    count: int = 1
+    heads: int = 0
+    head_dim: int = 0
+    mlp_dim: int = 0
+    causal: bool = True
+    window: int | None = None
+    divisor: float | None = None
+    activation: str | None = None
+    block: int | None = None
+    num_queries: int | None = None
+    num_experts: int | None = None
+    options: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"layer {self.kind}: count must be >= 1, got {self.count}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """A user history: jagged events of width D through `layers`, then a summary of the mean and the last event."""
+
+    name: str
+    layers: tuple[LayerGroup, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """One binary task: an MLP with `hidden` widths over the interaction's output, then one logit, trained with BCE."""
+
+    name: str
+    hidden: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The whole model. `interaction` are layer groups over the concatenated features (kind `mlp` for now, see `interaction_hidden`)."""
+
+    name: str
+    dim: int
+    tables: tuple[TableGroup, ...]
+    sequences: tuple[Sequence, ...] = ()
+    num_dense_features: int = 0
+    bottom_hidden: tuple[int, ...] = ()
+    interaction_hidden: tuple[int, ...] = (512, 256)
+    interaction_layers: tuple[LayerGroup, ...] = ()
+    heads: tuple[Head, ...] = (Head(name="click"),)
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        names = [s.name for s in self.sequences]
+        for table in self.tables:
+            if table.sequence is not None and table.sequence not in names:
+                raise ValueError(f"table {table.name}: sequence {table.sequence!r} is not defined (sequences: {', '.join(names) or 'none'})")
+        for sequence in self.sequences:
+            if not any(t.sequence == sequence.name for t in self.tables):
+                raise ValueError(f"sequence {sequence.name}: no table feeds it")
+        for what, all_names in (("table", [n for t in self.tables for n in t.names]), ("sequence", names), ("head", [h.name for h in self.heads])):
+            twice = sorted({n for n in all_names if all_names.count(n) > 1}) if len(all_names) < 3000 else _duplicates(all_names)
+            if twice:
+                raise ValueError(f"{what} names must be unique, twice: {', '.join(twice[:5])}")
+        if not self.heads:
+            raise ValueError("model: at least one head is needed")
+        if self.num_dense_features and not self.bottom_hidden:
+            raise ValueError("model: dense features need bottom_hidden widths")
+
+    @property
+    def pooled_width(self) -> int:
+        """Summed dims of all pooled tables."""
+        return sum(t.dim * t.count for t in self.tables if t.pooling != "sequence")
+
+    @property
+    def interaction_width(self) -> int:
+        """Width of the concatenated features that enter the interaction."""
+        bottom = self.bottom_hidden[-1] if self.num_dense_features else 0
+        return self.pooled_width + self.dim * len(self.sequences) + bottom
+
+    def sequence_width(self, name: str) -> int:
+        """Summed dims of the tables that feed one event of sequence `name`."""
+        return sum(t.dim * t.count for t in self.tables if t.sequence == name)
+
+    @property
+    def num_sparse_parameters(self) -> int:
+        return sum(t.rows * t.dim * t.count for t in self.tables)
+
+
+def _duplicates(names: list[str]) -> list[str]:
+    seen: set[str] = set()
+    return sorted({n for n in names if n in seen or seen.add(n)})

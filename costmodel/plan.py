@@ -1,0 +1,193 @@
+"""Plan: everything the runtime needs to execute one training job, and what was predicted for it. `plan.json` is this, whole.
+
+The plan embeds the resolved cluster, model and workload, so that the runtime reads one file and no YAML. Region names come from
+`costmodel.regions.regions(model)`; table names from `TableGroup.names`.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from costmodel.cluster import Cluster
+from costmodel.codec import DecodeError, canonical, content_hash, decode, encode
+from costmodel.model import Model
+from costmodel.workload import Workload
+
+SCHEMA_VERSION = 1
+Precision = Literal["fp32", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8"]
+Checkpoint = Literal["none", "selective", "full", "quantized"]
+Sharding = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel", "host_cached"]
+Batching = Literal["padded", "jagged", "sorted_buckets", "local", "base_batch_shuffling", "global"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The five dimensions. Dense: world = ddp x fsdp. Experts: fsdp = efsdp x ep, ep innermost. Sparse: world = sparse_group x sparse_replicas.
+
+    Rank r has fsdp index r % fsdp and ddp index r // fsdp; its sparse group is made of ranks of equal r // sparse_group. With `fully_sharded_2d` each
+    replica keeps 1 / sparse_replicas of its shard at rest; plain 2D averages weights and state every `sync_every` steps.
+    """
+
+    ddp: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    sparse_group: int = 1
+    sparse_replicas: int = 1
+    fully_sharded_2d: bool = False
+    sync_every: int = 1
+    reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("ddp", "fsdp", "ep", "sparse_group", "sparse_replicas", "sync_every"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be >= 1, got {getattr(self, key)}")
+        if self.ddp * self.fsdp != self.sparse_group * self.sparse_replicas:
+            raise ValueError(f"dense ddp {self.ddp} x fsdp {self.fsdp} = {self.ddp * self.fsdp} ranks, but sparse group {self.sparse_group} x "
+                             f"replicas {self.sparse_replicas} = {self.sparse_group * self.sparse_replicas}")
+        if self.fsdp % self.ep:
+            raise ValueError(f"ep {self.ep} must divide fsdp {self.fsdp}")
+
+    @property
+    def world_size(self) -> int:
+        return self.ddp * self.fsdp
+
+    @property
+    def short(self) -> str:
+        """E.g. `ddp2 fsdp8 sparse16x1`."""
+        text = f"ddp{self.ddp} fsdp{self.fsdp}" + (f" ep{self.ep}" if self.ep > 1 else "") + f" sparse{self.sparse_group}x{self.sparse_replicas}"
+        return text + ("" if self.reshard_after_forward else " keep") + (" fs2d" if self.fully_sharded_2d else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RegionOption:
+    """`count` blocks of a region under one precision and checkpoint policy, in order from the first block."""
+
+    count: int
+    precision: Precision = "fp32"
+    checkpoint: Checkpoint = "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RegionPlan:
+    region: str
+    options: tuple[RegionOption, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TablePlacement:
+    """Where a table lives inside a sparse group (every replica group is the same).
+
+    `ranks`: positions in the group, in shard order; row_wise splits rows into ceil(rows / n) runs over them, column_wise splits the dim evenly,
+    table_wise and host_cached name one rank, data_parallel every rank. An empty tuple means all ranks of the group in order. A rank may appear twice; it
+    then holds, and pays for, two shards.
+    """
+
+    table: str
+    sharding: Sharding
+    ranks: tuple[int, ...] = ()
+
+    def shards(self, rows: int, dim: int, group: int) -> tuple[Shard, ...]:
+        """The shards of a `rows` x `dim` table over a group of `group` ranks; empty shards (row-wise with more ranks than rows) are left out."""
+        ranks = self.ranks or tuple(range(group))
+        if max(ranks) >= group or min(ranks) < 0:
+            raise ValueError(f"table {self.table}: rank {max(ranks)} is outside its sparse group of {group}")
+        if self.sharding in ("table_wise", "host_cached"):
+            return (Shard(rank=ranks[0], row_begin=0, row_end=rows, col_begin=0, col_end=dim),)
+        if self.sharding == "data_parallel":
+            return tuple(Shard(rank=r, row_begin=0, row_end=rows, col_begin=0, col_end=dim) for r in ranks)
+        n = len(ranks)
+        if self.sharding == "column_wise":
+            if dim % n:
+                raise ValueError(f"table {self.table}: dim {dim} does not divide into {n} column shards")
+            width = dim // n
+            return tuple(Shard(rank=r, row_begin=0, row_end=rows, col_begin=i * width, col_end=(i + 1) * width) for i, r in enumerate(ranks))
+        step = -(-rows // n)
+        cuts = [(r, min(i * step, rows), min((i + 1) * step, rows)) for i, r in enumerate(ranks)]
+        return tuple(Shard(rank=r, row_begin=a, row_end=b, col_begin=0, col_end=dim) for r, a, b in cuts if b > a)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Rows [row_begin, row_end) and columns [col_begin, col_end) of a table on `rank` (position in the sparse group)."""
+
+    rank: int
+    row_begin: int
+    row_end: int
+    col_begin: int
+    col_end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One executable (or predict-only) training job. `fingerprints`: content hashes of cluster, model, workload and calibration.
+
+    `prediction` is an encoded `costmodel.estimate.Estimate`; `predict_only` lists reasons why no code here can execute the plan (empty: executable);
+    `search` holds the certificate (status, gaps) where a search made it.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    scenario: str
+    cluster: Cluster
+    model: Model
+    workload: Workload
+    layout: Layout
+    local_batch: int
+    accumulation: int = 1
+    batching: Batching = "jagged"
+    transport: str = "nccl"
+    execution: Literal["eager", "compile", "cuda_graph"] = "eager"
+    regions: tuple[RegionPlan, ...]
+    tables: tuple[TablePlacement, ...]
+    seed: int = 0
+    fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+    prediction: dict[str, Any] = dataclasses.field(default_factory=dict)
+    search: dict[str, Any] = dataclasses.field(default_factory=dict)
+    predict_only: tuple[str, ...] = ()
+
+    def identity(self) -> str:
+        """Content hash of what is executed (not of predictions or certificates)."""
+        body = encode(self)
+        for key in ("prediction", "search", "fingerprints"):
+            body.pop(key)
+        return content_hash(body)
+
+    def expected_fingerprints(self) -> dict[str, str]:
+        return {"cluster": content_hash(self.cluster), "model": content_hash(self.model), "workload": content_hash(self.workload)}
+
+    def save(self, path: Path | str) -> None:
+        """Writes through a temporary file; byte-identical for equal plans."""
+        path = Path(path)
+        temporary = path.with_suffix(".tmp")
+        body = {**encode(self), "content_hash": content_hash(self)}
+        temporary.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n")
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Raises ValueError naming the file and the fault: not JSON, another schema, an unknown or missing key, a content hash that does not match."""
+        path = Path(path)
+        try:
+            body = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{error.lineno}:{error.colno}: not JSON ({error.msg})") from error
+        if not isinstance(body, dict) or "schema_version" not in body:
+            raise ValueError(f"{path}: not a plan (no schema_version)")
+        if body["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"{path}: schema_version {body['schema_version']} is not {SCHEMA_VERSION}; search again with this version")
+        claimed = body.pop("content_hash", None)
+        try:
+            plan = decode(cls, body)
+        except DecodeError as error:
+            raise ValueError(f"{path}: {error}") from error
+        if claimed != content_hash(plan):
+            raise ValueError(f"{path}: content_hash {claimed} does not match the content ({content_hash(plan)}); the file was edited, search again")
+        for name, value in plan.expected_fingerprints().items():
+            if name in plan.fingerprints and plan.fingerprints[name] != value:
+                raise ValueError(f"{path}: fingerprint of {name} is {plan.fingerprints[name]}, but the plan holds {value}")
+        return plan
+
+
+__all__ = ["SCHEMA_VERSION", "Batching", "Checkpoint", "Layout", "Plan", "Precision", "RegionOption", "RegionPlan", "Shard", "Sharding",
+           "TablePlacement", "canonical"]
