@@ -53,3 +53,8 @@ def validate_ids(name: str, ids: Tensor, *, num_rows: int) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= num_rows:
         raise ValueError(f"{name}: values span [{low}, {high}], but the table has rows [0, {num_rows})")
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type in which sums of `dtype` are accumulated: fp32 for 16-bit floats, else the type itself."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

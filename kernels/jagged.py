@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._checks import check_offsets, check_same_device, validate_offsets
+from kernels._checks import accumulate_dtype, check_offsets, check_same_device, validate_ids, validate_offsets
 
 __all__ = [
+    "jagged_broadcast",
     "jagged_concat",
     "jagged_elementwise",
     "jagged_gather",
@@ -361,26 +362,108 @@ def _elementwise_setup(ctx, inputs, output) -> None:
     values, offsets, dense, op = inputs
     ctx.op = op
     ctx.save_for_backward(offsets, *((values, dense) if op == "mul" else ()))
-    ctx.total = values.shape[0]
 
 
 def _elementwise_backward(ctx, grad: Tensor):
     offsets, *factors = ctx.saved_tensors
     if ctx.op == "add":
-        grad_values = torch.ops.planner_kernels.jagged_reduce(grad, offsets, "none")
-        return grad_values, None, torch.ops.planner_kernels.jagged_reduce(grad, offsets, "sum"), None
+        (grad_values,) = torch.ops.planner_kernels.jagged_unconcat(grad, offsets, [offsets], [grad.shape[0]])  # zero outside the offsets
+        return grad_values, None, torch.ops.planner_kernels.jagged_reduce(grad, offsets, False), None
     values, dense = factors
     grad_values = torch.ops.planner_kernels.jagged_elementwise(grad, offsets, dense, "mul")
-    return grad_values, None, torch.ops.planner_kernels.jagged_reduce(grad * values, offsets, "sum"), None
+    return grad_values, None, torch.ops.planner_kernels.jagged_reduce(grad * values, offsets, False), None
+
+
+_jagged_elementwise.register_autograd(_elementwise_backward, setup_context=_elementwise_setup)
 
 
 def jagged_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each row: `(T, *)` -> `(B, *)`, accumulated in fp32 (fp64 for fp64); an empty row gives 0."""
     check_offsets("offsets", offsets, device=values.device)
-    return torch.ops.planner_kernels.jagged_reduce(values, offsets, "sum")
+    return torch.ops.planner_kernels.jagged_reduce(values, offsets, False)
 
 
 def jagged_mean(values: Tensor, offsets: Tensor) -> Tensor:
     """Mean of each row: `(T, *)` -> `(B, *)`, accumulated in fp32 (fp64 for fp64); an empty row gives 0."""
     check_offsets("offsets", offsets, device=values.device)
-    return torch.ops.planner_kernels.jagged_reduce(values, offsets, "mean")
+    return torch.ops.planner_kernels.jagged_reduce(values, offsets, True)
+
+
+def jagged_broadcast(dense: Tensor, offsets: Tensor, *, total: int) -> Tensor:
+    """Repeat `dense (B, *)` over the entries of its jagged row: `(total, *)`, zero outside the offsets."""
+    check_offsets("offsets", offsets, device=dense.device)
+    if dense.dim() < 1 or dense.shape[0] != offsets.shape[0] - 1:
+        raise ValueError(f"dense: {tuple(dense.shape)} does not start with {offsets.shape[0] - 1} rows")
+    return torch.ops.planner_kernels.jagged_broadcast(dense, offsets, total, False)
+
+
+def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
+    """Row sums on the CPU without a loop and without a copy of `values`: `(T, D)` -> `(B, D)` in the accumulation dtype.
+
+    `embedding_bag` over the identity is the one CPU segment sum in PyTorch that is both vectorised and threaded over rows.
+    """
+    first, last = (int(end) for end in offsets[[0, -1]].tolist())
+    num_rows = offsets.numel() - 1
+    dtype = accumulate_dtype(values.dtype)
+    if num_rows == 0 or first == last or values.shape[1] == 0:
+        return values.new_zeros((num_rows, values.shape[1]), dtype=dtype)
+    position = torch.arange(first, last)
+    return F.embedding_bag(position, values.to(dtype), (offsets - first).long(), mode="sum", include_last_offset=True)
+
+
+@torch.library.custom_op("planner_kernels::jagged_reduce", mutates_args=(), device_types="cpu")
+def _jagged_reduce(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
+    validate_offsets("offsets", offsets, total=values.shape[0])
+    out = segment_sum(values.reshape(values.shape[0], -1), offsets)
+    if mean:
+        out /= offsets.diff().clamp(min=1).unsqueeze(1)
+    return out.to(values.dtype).view(offsets.numel() - 1, *values.shape[1:])
+
+
+@_jagged_reduce.register_fake
+def _(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
+    return values.new_empty((offsets.shape[0] - 1, *values.shape[1:]))
+
+
+@torch.library.custom_op("planner_kernels::jagged_broadcast", mutates_args=(), device_types="cpu")
+def _jagged_broadcast(dense: Tensor, offsets: Tensor, total: int, mean: bool) -> Tensor:
+    """Repeat each row over its entries, divided by the row's length if `mean`: the gradient of `jagged_reduce`."""
+    validate_offsets("offsets", offsets, total=total)
+    position, row, _ = _positions(offsets, total)
+    if mean:
+        length = offsets.diff().clamp(min=1).view(-1, *[1] * (dense.dim() - 1))
+        dense = (dense.to(accumulate_dtype(dense.dtype)) / length).to(dense.dtype)
+    out = dense.new_zeros((total, *dense.shape[1:]))
+    out[position] = dense[row]
+    return out
+
+
+@_jagged_broadcast.register_fake
+def _(dense: Tensor, offsets: Tensor, total: int, mean: bool) -> Tensor:
+    return dense.new_empty((total, *dense.shape[1:]))
+
+
+def _reduce_setup(ctx, inputs, output) -> None:
+    values, offsets, mean = inputs
+    ctx.save_for_backward(offsets)
+    ctx.mean, ctx.total = mean, values.shape[0]
+
+
+def _reduce_backward(ctx, grad: Tensor):
+    (offsets,) = ctx.saved_tensors
+    return torch.ops.planner_kernels.jagged_broadcast(grad, offsets, ctx.total, ctx.mean), None, None
+
+
+def _broadcast_setup(ctx, inputs, output) -> None:
+    _, offsets, _, mean = inputs
+    ctx.save_for_backward(offsets)
+    ctx.mean = mean
+
+
+def _broadcast_backward(ctx, grad: Tensor):
+    (offsets,) = ctx.saved_tensors
+    return torch.ops.planner_kernels.jagged_reduce(grad, offsets, ctx.mean), None, None, None
+
+
+_jagged_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
+_jagged_broadcast.register_autograd(_broadcast_backward, setup_context=_broadcast_setup)
