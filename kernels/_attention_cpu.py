@@ -6,6 +6,7 @@ batch's maximum and no Python runs per sequence. float32 and bfloat16 inputs com
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from kernels._masks import mask_keeps, position_bucket, time_bucket
 
-# [Measured, 2 cores] a bucket's fixed cost (about 20 small PyTorch calls, forward and backward) is that of this many score elements.
+# [Measured, 2 cores] a bucket's fixed cost (some 20 small PyTorch calls) equals that of so many score elements.
 BUCKET_COST = 40_000
 # [Measured, 2 cores] scores of one chunk, so that they stay in the last-level cache between the products that use them.
 CHUNK_ELEMENTS = 1 << 20
@@ -107,7 +108,7 @@ def backward(
 
 
 class _Heads:
-    """Layouts of one bucket: grouped heads share a K/V head, so queries become `(n * Hkv, G * Lq, D)` against `(n * Hkv, Lk, D)`."""
+    """Layouts of one bucket: G heads share a K/V head, so queries `(n * Hkv, G * Lq, D)` meet keys `(n * Hkv, Lk, D)`."""
 
     def __init__(self, q: Tensor, k: Tensor, bucket: Bucket):
         self.bucket, self.dtype = bucket, _accumulate(q)
@@ -218,7 +219,7 @@ def _buckets(q_bytes: bytes, k_bytes: bytes, num_heads: int) -> tuple[Bucket, ..
     order = live[np.lexsort((q_len[live], k_len[live]))]
     runs = _runs(q_len[order], k_len[order], num_heads)
     buckets = []
-    for begin, end in zip(runs[:-1], runs[1:], strict=True):
+    for begin, end in itertools.pairwise(runs):
         members = order[begin:end]
         widest = int(q_len[members].max()) * int(k_len[members].max()) * num_heads
         step = max(1, CHUNK_ELEMENTS // widest)
@@ -229,12 +230,12 @@ def _buckets(q_bytes: bytes, k_bytes: bytes, num_heads: int) -> tuple[Bucket, ..
 
 
 def _runs(q_len: np.ndarray, k_len: np.ndarray, num_heads: int) -> list[int]:
-    """Edges of the buckets in the sorted order: join equal lengths first, then neighbours while padding is cheaper than a bucket."""
+    """Edges of the buckets in the sorted order: equal lengths first, then neighbours while padding is cheaper than a bucket."""
     if len(q_len) == 0:
         return [0]
     edges = [0, *(np.flatnonzero((np.diff(q_len) != 0) | (np.diff(k_len) != 0)) + 1).tolist(), len(q_len)]
     runs, current = [0], None
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in itertools.pairwise(edges):
         n, q_max, k_max = end - begin, int(q_len[begin]), int(k_len[begin])
         alone = n * q_max * k_max * num_heads
         if current is not None:

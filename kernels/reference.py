@@ -7,6 +7,7 @@
 Slow and clear on purpose; the masks and buckets are those of `kernels._masks`.
 """
 
+import itertools
 import math
 
 import torch
@@ -64,7 +65,7 @@ def attention_reference(
 def block_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, block: int, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention inside consecutive blocks of `block` rows of every sequence; the last block of a sequence may be short."""
+    """Softmax attention inside consecutive blocks of `block` rows of every sequence; its last block may be short."""
     starts = [s for a, b in _spans(offsets) for s in range(a, b, block)]
     ends = [min(s + block, b) for a, b in _spans(offsets) for s in range(a, b, block)]
     out = torch.zeros_like(q)
@@ -77,7 +78,7 @@ def block_attention_reference(
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:
     edges = offsets.tolist()
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def _bias(bias: AttentionBias, delta: Tensor, q_rows: slice, k_rows: slice) -> Tensor:
