@@ -1,0 +1,171 @@
+"""The op kinds: what a block lowers to, what the microbenchmark times, what the calibration holds a curve of.
+
+FLOPs: 2 per multiply-add of matrix products; backward = 2 x forward (design convention; a fused attention backward that recomputes scores executes 2.5 x,
+which its utilisation absorbs). Norms, activations and copies count 0 FLOPs and live by their bytes. Bytes: the least that must cross memory once, `e` = bytes
+of the dtype:
+
+    linear            2mkn FLOPs;   e (mk + kn + mn)           backward 2 x both (dX and dW products)
+    attention         4 pairs H d;  e 4 T H d                  backward 2 x FLOPs, e 8 T H d (q k v o do in, dq dk dv out)
+    layer_norm        0;            e 2mn                      backward e 3mn
+    activation        0;            e 2mn                      backward e 3mn
+    elementwise       0;            add, mul e 3mn; cat e 2mn  backward add 0, mul e 5mn, cat e 2mn
+    segment_mean      0;            e (m + s) n                backward e (m + s) n      mean and last event of every segment
+    bce               0;            12m                        backward 12m              logits, labels, weights in fp32
+    embedding_lookup  0;            8 ids + e 2 ids dim        pooled: rows read, bags written
+    embedding_update  0;            8 ids + 4 ids dim + 2 e unique dim + state
+    adamw             0;            28 parameters: p, m, v read and written, gradient read, fp32
+    cast              0;            (source + target bytes) mn between fp32 and the dtype
+    input             0;            8 (samples + events)       host work: a batch built and copied
+    collectives       0;            bytes, the whole message   time comes from `costmodel.comms`
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from costmodel.model import DTYPE_BYTES
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+Features = Mapping[str, float]
+Formula = Callable[[Features, str, float, str], float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpKind:
+    """`features` an op of this kind carries, in order; `phases` it runs in; `variants` allowed (empty tuple: any); cost formulas.
+
+    A formula takes (features, variant, bytes of the dtype, phase). `matrix`: runs on matrix units, so its roofline peak is the dtype's own.
+    """
+
+    features: tuple[str, ...]
+    phases: tuple[str, ...]
+    variants: tuple[str, ...]
+    flops: Formula
+    bytes: Formula
+    matrix: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One op with its shape, `count` times in a row. `features` are sorted (name, value) pairs, so that an op is hashable; build with `op(...)`.
+
+    dtype is that of activations: fp32, bf16, fp16 or fp8 formats named as in plans (`fp8_row`, ...).
+    """
+
+    kind: str
+    variant: str = ""
+    features: tuple[tuple[str, float], ...]
+    dtype: str = "fp32"
+    count: int = 1
+
+    def feature(self, name: str) -> float:
+        return dict(self.features)[name]
+
+    def flops(self, phase: str) -> float:
+        """FLOPs of all `count` repetitions."""
+        return self.count * KINDS[self.kind].flops(dict(self.features), self.variant, dtype_bytes(self.dtype), phase)
+
+    def bytes(self, phase: str) -> float:
+        """Least bytes to and from memory of all `count` repetitions."""
+        return self.count * KINDS[self.kind].bytes(dict(self.features), self.variant, dtype_bytes(self.dtype), phase)
+
+    def times(self, count: int) -> Op:
+        """This op `count` times as often."""
+        return dataclasses.replace(self, count=self.count * count)
+
+
+def dtype_bytes(dtype: str) -> float:
+    """Bytes an element: 4, 2, or 1 for the 8-bit formats (scales are counted where they are stored)."""
+    if dtype in DTYPE_BYTES:
+        return float(DTYPE_BYTES[dtype])
+    if dtype.startswith(("fp8", "mxfp8")):
+        return 1.0
+    raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}, fp8_*, mxfp8")
+
+
+def op(kind: str, *, variant: str = "", dtype: str = "fp32", count: int = 1, **features: float) -> Op:
+    """An op after checks: the kind is known, its features are exactly those of the kind, finite and >= 0."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown op kind {kind!r}; known: {', '.join(KINDS)}")
+    spec = KINDS[kind]
+    if set(features) != set(spec.features):
+        raise ValueError(f"op {kind}: features {sorted(spec.features)} are needed, got {sorted(features)}")
+    if spec.variants and variant not in spec.variants:
+        raise ValueError(f"op {kind}: variant {variant!r} is none of {', '.join(spec.variants)}")
+    for name, value in features.items():
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"op {kind}: {name} must be finite and >= 0, got {value}")
+    dtype_bytes(dtype)
+    return Op(kind=kind, variant=variant, features=tuple((name, float(features[name])) for name in spec.features), dtype=dtype, count=count)
+
+
+def linear(m: float, k: float, n: float, dtype: str = "fp32", count: int = 1) -> Op:
+    """`(m, k) @ (k, n)` with bias."""
+    return op("linear", m=m, k=k, n=n, dtype=dtype, count=count)
+
+
+def layer_norm(m: float, n: float, dtype: str = "fp32", count: int = 1) -> Op:
+    return op("layer_norm", m=m, n=n, dtype=dtype, count=count)
+
+
+def activation(variant: str, m: float, n: float, dtype: str = "fp32", count: int = 1) -> Op:
+    """relu, gelu, silu, sigmoid or tanh of `(m, n)`."""
+    return op("activation", variant=variant, m=m, n=n, dtype=dtype, count=count)
+
+
+def elementwise(variant: str, m: float, n: float, dtype: str = "fp32", count: int = 1) -> Op:
+    """`add` or `mul` of two `(m, n)`, or `cat` into `(m, n)`."""
+    return op("elementwise", variant=variant, m=m, n=n, dtype=dtype, count=count)
+
+
+def attention(variant: str, *, tokens: float, pairs: float, longest: float, heads: int, head_dim: int, dtype: str = "fp32", count: int = 1) -> Op:
+    """Jagged attention of `tokens` queries; `pairs` = executed (query, key) pairs of one head, `longest` the longest sequence."""
+    return op("attention", variant=variant, tokens=tokens, pairs=pairs, longest=longest, heads=heads, head_dim=head_dim, dtype=dtype, count=count)
+
+
+def _zero(_f: Features, _v: str, _e: float, _p: str) -> float:
+    return 0.0
+
+
+def _back(forward: float, backward: float) -> Formula:
+    """`e x forward (or backward) x m n`."""
+    return lambda f, v, e, p: e * f["m"] * f["n"] * (backward if p == BACKWARD else forward)
+
+
+def _elementwise_bytes(f: Features, variant: str, e: float, phase: str) -> float:
+    passes = {"add": (3, 0), "mul": (3, 5), "cat": (2, 2)}[variant][phase == BACKWARD]
+    return e * f["m"] * f["n"] * passes
+
+
+def _update_bytes(f: Features, variant: str, e: float, _phase: str) -> float:
+    state = {"rowwise_adagrad": 8.0 * f["unique"], "adam": 16.0 * f["unique"] * f["dim"], "sgd": 0.0}[variant]
+    return 8 * f["ids"] + 4 * f["ids"] * f["dim"] + 2 * e * f["unique"] * f["dim"] + state
+
+
+_BOTH, _ROW, _EMBEDDING = (FORWARD, BACKWARD), ("m", "n"), ("ids", "unique", "dim", "rows", "tables")
+_COLLECTIVE = OpKind(features=("bytes", "group"), phases=(STEP,), variants=(), flops=_zero, bytes=lambda f, v, e, p: f["bytes"])
+
+KINDS: dict[str, OpKind] = {
+    "linear": OpKind(features=("m", "k", "n"), phases=_BOTH, variants=(), matrix=True,
+                     flops=lambda f, v, e, p: 2 * f["m"] * f["k"] * f["n"] * (1 + (p == BACKWARD)),
+                     bytes=lambda f, v, e, p: e * (f["m"] * f["k"] + f["k"] * f["n"] + f["m"] * f["n"]) * (1 + (p == BACKWARD))),
+    "attention": OpKind(features=("tokens", "pairs", "longest", "heads", "head_dim"), phases=_BOTH, variants=(), matrix=True,
+                        flops=lambda f, v, e, p: 4 * f["pairs"] * f["heads"] * f["head_dim"] * (1 + (p == BACKWARD)),
+                        bytes=lambda f, v, e, p: e * f["tokens"] * f["heads"] * f["head_dim"] * (8 if p == BACKWARD else 4)),
+    "layer_norm": OpKind(features=_ROW, phases=_BOTH, variants=("",), flops=_zero, bytes=_back(2, 3)),
+    "activation": OpKind(features=_ROW, phases=_BOTH, variants=("relu", "gelu", "silu", "sigmoid", "tanh"), flops=_zero, bytes=_back(2, 3)),
+    "elementwise": OpKind(features=_ROW, phases=_BOTH, variants=("add", "mul", "cat"), flops=_zero, bytes=_elementwise_bytes),
+    "segment_mean": OpKind(features=("m", "n", "segments"), phases=_BOTH, variants=("",), flops=_zero,
+                           bytes=lambda f, v, e, p: e * (f["m"] + f["segments"]) * f["n"]),
+    "bce": OpKind(features=("m",), phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: 12 * f["m"]),
+    "cast": OpKind(features=_ROW, phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: (4 + e) * f["m"] * f["n"]),
+    "embedding_lookup": OpKind(features=_EMBEDDING, phases=(FORWARD,), variants=("pooled", "sequence"), flops=_zero,
+                               bytes=lambda f, v, e, p: 8 * f["ids"] + 2 * e * f["ids"] * f["dim"]),
+    "embedding_update": OpKind(features=_EMBEDDING, phases=(STEP,), variants=("rowwise_adagrad", "sgd", "adam"), flops=_zero,
+                               bytes=_update_bytes),
+    "adamw": OpKind(features=("parameters", "tensors"), phases=(STEP,), variants=("",), flops=_zero, bytes=lambda f, v, e, p: 28 * f["parameters"]),
+    "input": OpKind(features=("samples", "events"), phases=(STEP,), variants=(), flops=_zero,
+                    bytes=lambda f, v, e, p: 8 * (f["samples"] + f["events"])),
+    **{kind: _COLLECTIVE for kind in COLLECTIVES},
+}
