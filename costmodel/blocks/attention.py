@@ -1,0 +1,100 @@
+"""Sequence blocks around jagged self-attention: a pre-norm transformer block and HSTU (docs/model.md, section 1)."""
+from __future__ import annotations
+
+from costmodel.blocks.base import (
+    CHEAP, DROPPED, FP32_BYTES, INPUT, MATRIX, BatchShape, Saved, SequenceBlock, activation_dtype, linear_parameters, norm_parameters,
+    norm_saved,
+)  # fmt: skip
+from costmodel.ops import Op, activation, attention, elementwise, layer_norm, linear
+
+
+class SelfAttention(SequenceBlock):
+    """Pre-norm transformer block: softmax attention, then a GELU feed-forward part where `mlp_dim` > 0."""
+
+    kind = "self_attention"
+    uses = ("heads", "head_dim", "mlp_dim", "causal", "window")
+    needs = ("heads", "head_dim")
+
+    @property
+    def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        dim, width, mlp = self.dim, self.width, self.group.mlp_dim
+        own = norm_parameters("norm", dim) + linear_parameters("qkv", dim, 3 * width) + linear_parameters("out", width, dim)
+        if not mlp:
+            return own
+        return own + norm_parameters("mlp_norm", dim) + linear_parameters("up", dim, mlp) + linear_parameters("down", mlp, dim)
+
+    def forward(self, batch: BatchShape, precision: str = "fp32") -> tuple[Op, ...]:
+        shape, group, low = self.shape(batch), self.group, activation_dtype(precision)
+        tokens, dim, width = shape.tokens, self.dim, self.width
+        core = attention("softmax" if group.window is None else "softmax_window", tokens=tokens, longest=shape.longest,
+                         pairs=shape.pairs(causal=group.causal, window=group.window), heads=group.heads, head_dim=group.head_dim, dtype=low)
+        ops = (layer_norm(tokens, dim, low), linear(tokens, dim, 3 * width, precision), core, linear(tokens, width, dim, precision),
+               elementwise("add", tokens, dim, low))
+        if not group.mlp_dim:
+            return ops
+        return (*ops, layer_norm(tokens, dim, low), linear(tokens, dim, group.mlp_dim, precision),
+                activation("gelu", tokens, group.mlp_dim, low), linear(tokens, group.mlp_dim, dim, precision),
+                elementwise("add", tokens, dim, low))
+
+    def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
+        rows, dim, width, mlp = self.shape(batch).tokens, self.dim, self.width, self.group.mlp_dim
+        own = (
+            *norm_saved("norm", rows, dim, INPUT),
+            Saved("qkv.input", rows * dim, CHEAP, rows=rows),
+            Saved("qkv", rows * 3 * width, MATRIX, rows=rows),
+            Saved("attention", rows * width, MATRIX, rows=rows),
+            Saved("attention.lse", rows * self.group.heads, MATRIX, FP32_BYTES),
+            Saved("out", rows * dim, DROPPED, rows=rows),
+        )
+        if not mlp:
+            return own
+        return (
+            *own,
+            *norm_saved("mlp_norm", rows, dim, CHEAP),
+            Saved("up.input", rows * dim, CHEAP, rows=rows),
+            Saved("up", rows * mlp, MATRIX, rows=rows),
+            Saved("down.input", rows * mlp, CHEAP, rows=rows),
+            Saved("down", rows * dim, DROPPED, rows=rows),
+        )
+
+
+class Hstu(SequenceBlock):
+    """HSTU layer as its published code has it (arXiv 2402.17152): SiLU on u only, output product of width 3 H d, a fixed divisor."""
+
+    kind = "hstu"
+    uses = ("heads", "head_dim", "causal", "window", "divisor")
+    needs = ("heads", "head_dim", "divisor")
+
+    @classmethod
+    def validate(cls, group) -> None:
+        SequenceBlock.validate.__func__(cls, group)
+        if not group.causal:
+            raise ValueError("layer hstu: causal must be true")
+
+    @property
+    def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        dim, width = self.dim, self.width
+        return (*norm_parameters("norm", dim), *linear_parameters("uvqk", dim, 4 * width), *norm_parameters("out_norm", width),
+                *linear_parameters("out", 3 * width, dim))
+
+    def forward(self, batch: BatchShape, precision: str = "fp32") -> tuple[Op, ...]:
+        shape, group, low = self.shape(batch), self.group, activation_dtype(precision)
+        tokens, dim, width = shape.tokens, self.dim, self.width
+        core = attention("hstu" if group.window is None else "hstu_window", tokens=tokens, longest=shape.longest,
+                         pairs=shape.pairs(causal=True, window=group.window), heads=group.heads, head_dim=group.head_dim, dtype=low)
+        return (layer_norm(tokens, dim, low), linear(tokens, dim, 4 * width, precision), activation("silu", tokens, width, low), core,
+                layer_norm(tokens, width, low), elementwise("mul", tokens, width, low), elementwise("cat", tokens, 3 * width, low),
+                linear(tokens, 3 * width, dim, precision), elementwise("add", tokens, dim, low))
+
+    def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
+        rows, dim, width = self.shape(batch).tokens, self.dim, self.width
+        return (
+            *norm_saved("norm", rows, dim, INPUT),
+            Saved("uvqk.input", rows * dim, CHEAP, rows=rows),
+            Saved("uvqk", rows * 4 * width, MATRIX, rows=rows),
+            Saved("u", rows * width, CHEAP, rows=rows),
+            *norm_saved("out_norm", rows, width, MATRIX),
+            Saved("normed", rows * width, CHEAP, rows=rows),
+            Saved("out.input", rows * 3 * width, CHEAP, rows=rows),
+            Saved("out", rows * dim, DROPPED, rows=rows),
+        )

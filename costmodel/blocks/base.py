@@ -1,0 +1,246 @@
+"""What every block of the model tells the cost model: parameters, ops, saved activations.
+
+Checkpoint policies, as the runtime executes them:
+
+    none       everything that autograd saves stays until backward
+    selective  the block's input and the outputs of matrix ops (linear, attention) stay; norms, activations and elementwise ops run again
+    full       only the block's input stays; the whole forward runs again
+    quantized  as none, but every saved tensor of the activation dtype is stored in 8 bits with an fp32 scale per row
+
+A saved tensor has a level: INPUT stays under every policy, MATRIX under none and selective, CHEAP under none only, DROPPED only under selective (a matrix
+op's output that backward itself does not need, kept because the policy is by op). A tensor that two ops save is counted once; a block counts
+its input, never its output (the consumer counts that).
+"""
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from costmodel.codec import suggest
+from costmodel.model import LayerGroup
+from costmodel.ops import FORWARD, Op, dtype_bytes
+from costmodel.workload import Lengths
+
+INPUT, MATRIX, CHEAP, DROPPED = "input", "matrix", "cheap", "dropped"
+_KEPT = {
+    "none": (INPUT, MATRIX, CHEAP),
+    "selective": (INPUT, MATRIX, DROPPED),
+    "full": (INPUT,),
+    "quantized": (INPUT, MATRIX, CHEAP),
+}
+MATRIX_OPS = ("linear", "attention")
+FP32_BYTES = 4.0
+_LAYER_FIELDS = ("heads", "head_dim", "mlp_dim", "causal", "window", "divisor", "activation", "block", "num_queries", "num_experts",
+                 "options")
+_LAYER_DEFAULTS = {f.name: f.default if f.default is not dataclasses.MISSING else {} for f in dataclasses.fields(LayerGroup)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JaggedShape:
+    """A jagged batch by its histogram: `weights[i]` histories of `lengths[i]` events, and the longest history of the batch.
+
+    `token_factor` and `pair_factor` carry what the slowest rank has over the average (>= 1): they scale `tokens` and `pairs`.
+    """
+
+    lengths: np.ndarray
+    weights: np.ndarray
+    longest: float
+    token_factor: float = 1.0
+    pair_factor: float = 1.0
+
+    @classmethod
+    def of_lengths(cls, lengths: object) -> JaggedShape:
+        """From the lengths of a real batch, `(B,)` integers."""
+        values, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
+        return cls(lengths=values, weights=counts.astype(np.float64), longest=float(values.max(initial=0)))
+
+    @classmethod
+    def expected(cls, lengths: Lengths, samples: float) -> JaggedShape:
+        """The expected batch of `samples` histories; `longest` is the expected maximum of that many draws."""
+        values, p = lengths.pmf()
+        return cls(lengths=values, weights=p * samples, longest=expected_longest(lengths, float(samples)))
+
+    @property
+    def samples(self) -> float:
+        return float(self.weights.sum())
+
+    @property
+    def tokens(self) -> float:
+        return self.token_factor * float(self.weights @ self.lengths)
+
+    def padded(self) -> JaggedShape:
+        """Every history as long as the longest."""
+        return dataclasses.replace(self, lengths=np.array([self.longest]), weights=np.array([self.samples]))
+
+    def scaled(self, tokens: float, pairs: float) -> JaggedShape:
+        """The slowest rank's shape, with its factors over the average."""
+        return dataclasses.replace(self, token_factor=self.token_factor * tokens, pair_factor=self.pair_factor * pairs)
+
+    def pairs(self, *, causal: bool, window: int | None = None, block: int | None = None) -> float:
+        """Executed (query, key) pairs of self-attention summed over the batch.
+
+        causal: L (L + 1) / 2; with a window w each row sees at most w columns; without causal, |row - column| < w. block b: full attention inside
+        aligned runs of b events, or its causal half.
+        """
+        length = self.lengths.astype(np.float64)
+        if block is not None:
+            whole, rest = np.floor(length / block), length % block
+            each = whole * _square(float(block), causal) + _square(rest, causal)
+        elif window is None:
+            each = _square(length, causal)
+        else:
+            inside = np.minimum(length, window)
+            causal_pairs = inside * (inside + 1) / 2 + (length - inside) * window
+            each = causal_pairs if causal else 2 * causal_pairs - length
+        return self.pair_factor * float(self.weights @ each)
+
+
+def _square(length, causal: bool):
+    return length * (length + 1) / 2 if causal else length * length
+
+
+@functools.lru_cache(maxsize=1024)
+def expected_longest(lengths: Lengths, samples: float) -> float:
+    """E[max of `samples` lengths] = sum over l of P(max >= l)."""
+    values, p = lengths.pmf()
+    cumulative = np.cumsum(p)
+    top = cumulative ** max(samples, 1.0)
+    return float(np.dot(np.diff(top, prepend=0.0), values))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchShape:
+    """What one micro-batch of one rank looks like: samples and the jagged shape of every sequence."""
+
+    samples: float
+    sequences: Mapping[str, JaggedShape]
+
+    @classmethod
+    def expected(cls, lengths: Mapping[str, Lengths], samples: float) -> BatchShape:
+        return cls(samples=samples, sequences={name: JaggedShape.expected(spec, samples) for name, spec in lengths.items()})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that autograd keeps: elements, level, and bytes an element (None: the activation dtype's). `rows` share a scale if quantised."""
+
+    name: str
+    elements: float
+    level: str
+    bytes_each: float | None = None
+    rows: float = 0.0
+
+
+def activation_dtype(precision: str) -> str:
+    """The dtype of activations under a plan's precision: fp32 stays, everything lower computes norms and activations in bf16."""
+    return "fp32" if precision == "fp32" else "bf16"
+
+
+class Block(abc.ABC):
+    """One block of a region. Subclasses are immutable after construction and state the source of their formulas."""
+
+    kind: str
+
+    @property
+    @abc.abstractmethod
+    def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """(name, shape) of every parameter, as the runtime's module has them."""
+
+    @abc.abstractmethod
+    def forward(self, batch: BatchShape, precision: str = "fp32") -> tuple[Op, ...]:
+        """The ops of one block's forward in order; the same ops run in phase `backward`."""
+
+    @abc.abstractmethod
+    def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
+        """Every tensor that a policy may keep."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(int(np.prod(shape, dtype=np.int64)) for _, shape in self.parameters)
+
+    def flops(self, batch: BatchShape, phase: str = FORWARD) -> float:
+        """Executed FLOPs of one block."""
+        return sum(op.flops(phase) for op in self.forward(batch))
+
+    def causal_excess(self, batch: BatchShape) -> float:
+        """Forward FLOPs executed above the convention, which counts causal attention as half the square: the diagonal's half."""
+        return 0.0
+
+    def recomputed(self, batch: BatchShape, precision: str, policy: str) -> tuple[Op, ...]:
+        """Ops that run again before this block's backward."""
+        if policy in ("none", "quantized"):
+            return ()
+        if policy not in _KEPT:
+            raise ValueError(f"unknown checkpoint policy {policy!r}{suggest(policy, _KEPT)}")
+        return tuple(op for op in self.forward(batch, precision) if policy == "full" or op.kind not in MATRIX_OPS)
+
+    def saved_bytes(self, batch: BatchShape, precision: str, policy: str) -> float:
+        """Bytes that one block keeps from forward to backward under `policy`."""
+        if policy not in _KEPT:
+            raise ValueError(f"unknown checkpoint policy {policy!r}{suggest(policy, _KEPT)}")
+        each = dtype_bytes(activation_dtype(precision))
+        total = 0.0
+        for tensor in self.saved_tensors(batch):
+            if tensor.level not in _KEPT[policy]:
+                continue
+            if tensor.bytes_each is not None:
+                total += tensor.elements * tensor.bytes_each
+            elif policy == "quantized" and tensor.rows:
+                total += tensor.elements + FP32_BYTES * tensor.rows
+            else:
+                total += tensor.elements * each
+        return total
+
+
+class SequenceBlock(Block):
+    """A block of a sequence's layer group: `(T, D)` to `(T, D)`. `uses` and `needs`: LayerGroup fields read, and those that must be set."""
+
+    uses: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    def __init__(self, group: LayerGroup, dim: int, sequence: str) -> None:
+        self.validate(group)
+        self.group, self.dim, self.sequence = group, dim, sequence
+
+    @classmethod
+    def validate(cls, group: LayerGroup) -> None:
+        """Raises ValueError naming the field: unset though needed, or set though this kind does not use it."""
+        for name in cls.needs:
+            if not getattr(group, name):
+                raise ValueError(f"layer {group.kind}: {name} must be given and > 0")
+        for name in _LAYER_FIELDS:
+            value = getattr(group, name)
+            if name not in cls.uses and value != _LAYER_DEFAULTS[name]:
+                raise ValueError(f"layer {group.kind}: {name} = {value!r} has no meaning for this kind; it uses {', '.join(cls.uses)}")
+            if name in cls.uses and isinstance(value, (int, float)) and value < 0:
+                raise ValueError(f"layer {group.kind}: {name} must be >= 0, got {value}")
+        if group.window is not None and group.window < 1:
+            raise ValueError(f"layer {group.kind}: window must be >= 1, got {group.window}")
+
+    @property
+    def width(self) -> int:
+        """H d, the width of all heads."""
+        return self.group.heads * self.group.head_dim
+
+    def shape(self, batch: BatchShape) -> JaggedShape:
+        return batch.sequences[self.sequence]
+
+    def causal_excess(self, batch: BatchShape) -> float:
+        return 2.0 * self.shape(batch).tokens * self.width if self.group.causal else 0.0
+
+
+def norm_parameters(name: str, width: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return ((f"{name}.weight", (width,)), (f"{name}.bias", (width,)))
+
+
+def linear_parameters(name: str, inputs: int, outputs: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return ((f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,)))
+
+
+def norm_saved(name: str, rows: float, width: float, level: str) -> tuple[Saved, ...]:
+    """A LayerNorm keeps its input (at `level`), and mean and rstd in fp32."""
+    return (Saved(f"{name}.input", rows * width, level, rows=rows), Saved(f"{name}.statistics", 2 * rows, CHEAP, FP32_BYTES))

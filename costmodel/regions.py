@@ -1,0 +1,84 @@
+"""Regions: the parts of a model that take one precision and one checkpoint policy each, in forward order.
+
+Names: `<sequence>.input`, `<sequence>.<i>` for layer group i, `<sequence>.summary`, `bottom`, `interaction`, `heads`.
+"""
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+
+from costmodel.blocks import Block, Heads, Mlp, SequenceInput, Summary, block_class
+from costmodel.codec import content_hash, suggest
+from costmodel.model import Model
+from costmodel.plan import RegionOption, RegionPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """`count` identical blocks in a row; `sequence` is empty for a region over samples."""
+
+    name: str
+    count: int
+    block: Block
+    sequence: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.block.kind
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of all `count` blocks."""
+        return self.count * self.block.num_parameters
+
+
+_cache: dict[str, tuple[Region, ...]] = {}
+
+
+def regions(model: Model) -> tuple[Region, ...]:
+    """The regions of `model` in forward order. Raises ValueError for a layer kind or field that no block class knows."""
+    key = content_hash(model)
+    if key not in _cache:
+        if len(_cache) > 64:
+            _cache.clear()
+        _cache[key] = _build(model)
+    return _cache[key]
+
+
+def _build(model: Model) -> tuple[Region, ...]:
+    found: list[Region] = []
+    for sequence in model.sequences:
+        name = sequence.name
+        num_tables = sum(t.count for t in model.tables if t.sequence == name)
+        found.append(Region(name=f"{name}.input", count=1, sequence=name,
+                            block=SequenceInput(name, model.sequence_width(name), num_tables, model.dim)))
+        for i, group in enumerate(sequence.layers):
+            found.append(Region(name=f"{name}.{i}", count=group.count, sequence=name, block=block_class(group)(group, model.dim, name)))
+        found.append(Region(name=f"{name}.summary", count=1, sequence=name, block=Summary(name, model.dim)))
+    if model.num_dense_features:
+        found.append(Region(name="bottom", count=1, block=Mlp("bottom", model.num_dense_features, model.bottom_hidden, concat=False)))
+    if model.interaction_layers:
+        raise ValueError(f"interaction layer kind {model.interaction_layers[0].kind!r} is not known; the interaction is an MLP of interaction_hidden")
+    found.append(Region(name="interaction", count=1, block=Mlp("interaction", model.interaction_width, model.interaction_hidden, concat=True)))
+    found.append(Region(name="heads", count=1, block=Heads(model.interaction_hidden[-1], model.heads)))
+    return tuple(found)
+
+
+def num_dense_parameters(model: Model) -> int:
+    """Parameters outside the tables."""
+    return sum(r.num_parameters for r in regions(model))
+
+
+def default_region_plans(model: Model, *, precision: str = "fp32", checkpoint: str = "none") -> tuple[RegionPlan, ...]:
+    """One option for all: every block of every region under `precision` and `checkpoint`."""
+    return tuple(RegionPlan(region=r.name, options=(RegionOption(count=r.count, precision=precision, checkpoint=checkpoint),))
+                 for r in regions(model))
+
+
+def match_regions(model: Model, pattern: str) -> tuple[Region, ...]:
+    """Regions whose name matches a glob (`history.*`); ValueError with a near name when none does."""
+    found = tuple(r for r in regions(model) if fnmatch.fnmatchcase(r.name, pattern))
+    if not found:
+        names = [r.name for r in regions(model)]
+        raise ValueError(f"no region matches {pattern!r}{suggest(pattern, names)}; regions: {', '.join(names)}")
+    return found
