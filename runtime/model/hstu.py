@@ -1,0 +1,39 @@
+"""HSTU block as its published code has it (meta-recsys/generative-recommenders, modules/stu.py): SiLU on u only, output width 3 H d.
+
+Shape legend: T events of all samples, D model width, H heads of width d.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from costmodel.model import LayerGroup
+from kernels import gdpa
+
+
+class HSTU(nn.Module):
+    """`u, v, q, k = Linear(LayerNorm(x))`, `a = SiLU(q k^T / sqrt(d)) v / divisor` causal, `x += Linear(concat(SiLU(u), a, SiLU(u) LayerNorm(a)))`.
+
+    `divisor` is fixed by the model file: were it the batch's longest history, a sample's output would depend on its batch mates.
+    """
+
+    def __init__(self, dim: int, layer: LayerGroup) -> None:
+        super().__init__()
+        if layer.divisor is None:
+            raise ValueError("layer hstu: `divisor` is needed, the number that attention scores are divided by")
+        self.heads, self.head_dim, self.divisor = layer.heads, layer.head_dim, layer.divisor
+        self.causal, self.window = layer.causal, layer.window
+        width = layer.heads * layer.head_dim
+        self.norm = nn.LayerNorm(dim)
+        self.uvqk = nn.Linear(dim, 4 * width)
+        self.attention_norm = nn.LayerNorm(width)
+        self.out = nn.Linear(3 * width, dim)
+
+    def forward(self, x_TD: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+        u, v, q, k = self.uvqk(self.norm(x_TD)).chunk(4, dim=1)
+        q_THd, k_THd, v_THd = (t.unflatten(1, (self.heads, self.head_dim)) for t in (q, k, v))
+        u = F.silu(u)
+        a = gdpa(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, activation="silu", divisor=self.divisor,
+                 causal=self.causal, window=self.window).flatten(1)
+        return x_TD + self.out(torch.cat([u, a, u * self.attention_norm(a)], dim=1))
