@@ -1,0 +1,271 @@
+"""YAML files with positions: read, overlay, validate, convert. Every fault carries file:line:column and the dotted path.
+
+A `Document` is plain data plus the position of every key and item. Documents nest (a scenario takes in its cluster's file) and can be overridden key
+by key (`set: {cluster.tiers.rdma.bandwidth: 100 GB/s}`) without losing where each value came from. `check` turns a document into a `FileModel`.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+from ruamel.yaml import YAML, YAMLError
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+
+from costmodel.codec import suggest
+from planner.errors import Fault, FileError, Position, UsageError
+
+Path_ = tuple[str | int, ...]
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Document:
+    """Plain data (dicts, lists, scalars) and where each path of it was written."""
+
+    data: Any
+    positions: dict[Path_, Position]
+    file: Path
+
+    def where(self, path: Path_) -> Position | None:
+        """The position of `path`, or of its nearest parent."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.positions:
+                return self.positions[path[:end]]
+        return None
+
+    def fault(self, path: Path_, message: str) -> Fault:
+        return Fault(position=self.where(path), path=dotted(path, self.data), message=message)
+
+    def get(self, path: Path_) -> Any:
+        node = self.data
+        for key in path:
+            node = node[key]
+        return node
+
+    def graft(self, path: Path_, other: Document) -> None:
+        """Replaces what is at `path` by another document's content; positions below it are the other file's."""
+        for old in [p for p in self.positions if p[: len(path)] == path and len(p) > len(path)]:
+            del self.positions[old]
+        self.positions.update({path + p: position for p, position in other.positions.items() if p})
+        if path:
+            self.get(path[:-1])[path[-1]] = other.data
+        else:
+            self.data = other.data
+
+    def at(self, path: Path_) -> Document:
+        """The part at `path` as a document of its own."""
+        inside = {p[len(path):]: position for p, position in self.positions.items() if p[: len(path)] == path}
+        return Document(data=self.get(path), positions=inside, file=self.file)
+
+    def copy(self) -> Document:
+        return Document(data=_copy(self.data), positions=dict(self.positions), file=self.file)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    return [_copy(v) for v in value] if isinstance(value, list) else value
+
+
+def dotted(path: Path_, data: Any = None) -> str:
+    """`("tiers", 0, "bandwidth")` as `tiers[0].bandwidth`, or `tiers.rdma.bandwidth` where the item has a name."""
+    text, node = "", data
+    for key in path:
+        node = _child(node, key)
+        if isinstance(key, int) and isinstance(node, dict) and isinstance(node.get("name"), str):
+            text += f".{node['name']}"
+        else:
+            text += f"[{key}]" if isinstance(key, int) else f".{key}"
+    return text.lstrip(".")
+
+
+def _child(node: Any, key: str | int) -> Any:
+    try:
+        return node[key]
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def load(path: Path | str) -> Document:
+    """Reads a YAML file. Raises FileError: missing, unreadable, not YAML, a key twice, empty."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise FileError([Fault(position=None, path="", message=f"{path}: no such file{suggest(path.name, near)}")]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError([Fault(position=None, path="", message=f"{path}: cannot be read ({error})")]) from error
+    return loads(text, path)
+
+
+def loads(text: str, path: Path | str) -> Document:
+    """Parses YAML text that came from `path`."""
+    path = Path(path)
+    try:
+        root = YAML(typ="rt").load(text)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        position = Position(file=path, line=mark.line + 1 if mark else 1, column=mark.column + 1 if mark else 1)
+        problem = str(getattr(error, "problem", None) or error).strip().splitlines()[0]
+        raise FileError([Fault(position=position, path="", message=f"not YAML: {problem}")]) from error
+    if root is None:
+        raise FileError([Fault(position=Position(file=path, line=1, column=1), path="", message="the file is empty")])
+    positions: dict[Path_, Position] = {(): Position(file=path, line=1, column=1)}
+    data = _plain(root, (), positions, path)
+    return Document(data=data, positions=positions, file=path)
+
+
+def _plain(node: Any, at: Path_, positions: dict[Path_, Position], file: Path) -> Any:
+    if isinstance(node, CommentedMap):
+        result: dict[str, Any] = {}
+        for key, value in node.items():
+            place = node.lc.data.get(key) if node.lc.data else None
+            if place:
+                positions[(*at, str(key))] = Position(file=file, line=place[0] + 1, column=place[1] + 1)
+            result[str(key)] = _plain(value, (*at, str(key)), positions, file)
+        return result
+    if isinstance(node, CommentedSeq):
+        items: list[Any] = []
+        for index, value in enumerate(node):
+            place = node.lc.data.get(index) if node.lc.data else None
+            if place:
+                positions[(*at, index)] = Position(file=file, line=place[0] + 1, column=place[1] + 1)
+            items.append(_plain(value, (*at, index), positions, file))
+        return items
+    return _scalar(node)
+
+
+def _scalar(node: Any) -> Any:
+    if node is None or isinstance(node, bool):
+        return node
+    for kind in (int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    return node.isoformat() if isinstance(node, (datetime.date, datetime.datetime)) else str(node)
+
+
+def locate(document: Document, key: str, origin: Path_) -> Path_:
+    """The path that a dotted key means; items of lists are named by index or by their `name`. The last part need not exist yet.
+
+    Raises FileError at `origin` (where the key is written in the document) when a part on the way does not exist.
+    """
+    path: Path_ = ()
+    node = document.data
+    parts = key.split(".")
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        if isinstance(node, list):
+            index = _index(node, part)
+            if index is None:
+                names = [str(item.get("name")) if isinstance(item, dict) and "name" in item else str(i) for i, item in enumerate(node)]
+                raise FileError([Fault(position=document.where(origin), path=key,
+                                       message=f"no item {part!r} in {dotted(path, document.data)}{suggest(part, names)}; items: {', '.join(names)}")])
+            path, node = (*path, index), node[index]
+        elif isinstance(node, dict):
+            # A mapping with a default (e.g. `reliability`) that the file left out is made on the way; a misspelt one is caught by `check`.
+            if not last and node.get(part) is None:
+                node[part] = {}
+            path, node = (*path, part), node.get(part)
+        else:
+            raise FileError([Fault(position=document.where(origin), path=key, message=f"{dotted(path, document.data)} is {node!r}, it has no {part!r}")])
+    return path
+
+
+def _index(items: list[Any], part: str) -> int | None:
+    for index, item in enumerate(items):
+        if isinstance(item, dict) and item.get("name") == part:
+            return index
+    return int(part) if part.isdigit() and int(part) < len(items) else None
+
+
+def check(model: type[M], document: Document, path: Path_ = ()) -> M:
+    """Validates `document` (at `path`) against a pydantic model. Raises FileError with every fault."""
+    try:
+        return model.model_validate(document.get(path))
+    except pydantic.ValidationError as error:
+        raise FileError([_fault(document, model, path, e) for e in error.errors()]) from error
+
+
+def _fault(document: Document, model: type[pydantic.BaseModel], base: Path_, error: Any) -> Fault:
+    loc = _existing(document, base, error["loc"])
+    kind, context = error["type"], error.get("ctx", {})
+    message = error["msg"]
+    if kind == "extra_forbidden":
+        known = _fields(model, error["loc"][:-1])
+        message = f"unknown key{suggest(str(error['loc'][-1]), known)}" + (f"; known: {', '.join(sorted(known))}" if known else "")
+    elif kind == "missing":
+        message = "missing"
+    elif kind in ("value_error", "assertion_error"):
+        message = str(context.get("error", message))
+    elif kind == "literal_error":
+        options = [o.strip("'") for o in context["expected"].replace(" or ", ", ").split(", ")]
+        message = f"{error['input']!r} is none of {', '.join(options)}{suggest(str(error['input']), options)}"
+    else:
+        message = f"{message[0].lower()}{message[1:]}, not {error['input']!r}"
+    return document.fault(loc, message)
+
+
+def _existing(document: Document, base: Path_, loc: tuple[Any, ...]) -> Path_:
+    """Drops what pydantic adds to a location (names of union members) and keeps a missing last key."""
+    path, node = base, document.get(base)
+    for number, key in enumerate(loc):
+        if (isinstance(node, dict) and key in node) or (isinstance(node, list) and isinstance(key, int) and key < len(node)):
+            path, node = (*path, key), node[key]
+        elif number == len(loc) - 1 and isinstance(node, dict):
+            path = (*path, key)
+    return path
+
+
+def _fields(model: Any, loc: tuple[Any, ...]) -> list[str]:
+    """Keys that the model at `loc` knows, following fields by name or alias."""
+    import typing
+
+    for key in loc:
+        if isinstance(key, int):
+            continue
+        if isinstance(model, type) and issubclass(model, pydantic.BaseModel):
+            field = next((f for n, f in model.model_fields.items() if key in (n, f.alias)), None)
+            model = field.annotation if field else model
+        stack, found = [model], None
+        while stack:
+            hint = stack.pop()
+            if isinstance(hint, type) and issubclass(hint, pydantic.BaseModel):
+                found = found or hint
+            stack.extend(typing.get_args(hint))
+        model = found or model
+    if isinstance(model, type) and issubclass(model, pydantic.BaseModel):
+        return [f.alias or n for n, f in model.model_fields.items()]
+    return []
+
+
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """A temporary file in the target's folder that takes the target's place when the block ends well, and vanishes otherwise."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Writes through a temporary file; a reader never sees half of it."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

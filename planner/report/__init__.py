@@ -1,0 +1,1 @@
+"""How results look: terminal tables, CSV and Parquet."""

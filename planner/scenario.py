@@ -1,0 +1,382 @@
+"""Scenario files: a cluster, a model, a workload, and what is already decided.
+
+    cluster: 8xh200                     # a bundled name, a path, or the content itself
+    model: gem-small
+    workload: gem-small
+    memory_budget: 100 GB               # per rank; default: the device's memory
+    layout: {fsdp: 8}                   # pins; anything not pinned is searched
+    local_batch: 256
+    precision: {"history.*": bf16}      # region name or glob -> number format
+    checkpoint: {"heads": none}         # region name or glob -> policy
+    sharding: {"user*": row_wise}       # table name or glob -> sharding type
+    exclude: {checkpoint: {"*": [full]}, batching: [padded]}
+    search: {time_limit: 20 s, gap: 0.01, top: 5}
+    tolerance: 0.35                     # `run` warns when the step is further from its prediction than this share
+    variants:
+      - {name: faster NICs, set: {cluster.tiers.rdma.bandwidth: 100 GB/s}}
+    vary: {model.dim: [512, 1024]}      # cartesian product, in addition to `variants`
+
+A dotted key reaches into the cluster, model and workload files too; items of lists are named by index or `name`.
+"""
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+from costmodel.cluster import Cluster
+from costmodel.codec import suggest
+from costmodel.model import Model
+from costmodel.plan import Batching, Checkpoint, Precision, Sharding
+from costmodel.workload import Workload
+from planner import catalogue
+from planner.errors import Fault, FileError
+from planner.files import Document, Path_, check, dotted, load, locate
+from planner.spec import ClusterFile, ModelFile, WorkloadFile, quantity
+
+_SLOTS = {"cluster": "clusters", "model": "models", "workload": "workloads"}
+Count = pydantic.StrictInt
+
+
+class _Part(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class LayoutPins(_Part):
+    """Fields of a layout that are fixed; see `costmodel.plan.Layout`."""
+
+    ddp: Count | None = pydantic.Field(default=None, ge=1)
+    fsdp: Count | None = pydantic.Field(default=None, ge=1)
+    ep: Count | None = pydantic.Field(default=None, ge=1)
+    sparse_group: Count | None = pydantic.Field(default=None, ge=1)
+    sparse_replicas: Count | None = pydantic.Field(default=None, ge=1)
+    fully_sharded_2d: pydantic.StrictBool | None = None
+    sync_every: Count | None = pydantic.Field(default=None, ge=1)
+    reshard_after_forward: pydantic.StrictBool | None = None
+
+
+class ExcludeFile(_Part):
+    """Options that the search may not use: per region or table glob, and for the whole job."""
+
+    precision: dict[str, tuple[Precision, ...]] = {}
+    checkpoint: dict[str, tuple[Checkpoint, ...]] = {}
+    sharding: dict[str, tuple[Sharding, ...]] = {}
+    batching: tuple[Batching, ...] = ()
+    transport: tuple[str, ...] = ()
+    execution: tuple[str, ...] = ()
+    layouts: tuple[LayoutPins, ...] = ()
+
+
+class SearchFile(_Part):
+    time_limit: quantity("seconds") = 20.0  # type: ignore[valid-type]
+    gap: pydantic.StrictFloat = pydantic.Field(default=0.01, ge=0, lt=1)
+    top: Count = pydantic.Field(default=5, ge=1)
+
+
+class VariantFile(_Part):
+    name: pydantic.StrictStr
+    set: dict[str, Any]
+
+
+class ScenarioFile(_Part):
+    """A scenario; module docstring of `planner.scenario` shows one."""
+
+    name: pydantic.StrictStr | None = None
+    description: pydantic.StrictStr = ""
+    cluster: ClusterFile
+    model: ModelFile
+    workload: WorkloadFile
+    memory_budget: quantity("bytes") | None = None  # type: ignore[valid-type]
+    layout: LayoutPins = LayoutPins()
+    local_batch: Count | None = pydantic.Field(default=None, ge=1)
+    accumulation: Count | None = pydantic.Field(default=None, ge=1)
+    batching: Batching | None = None
+    transport: pydantic.StrictStr | None = None
+    execution: Literal["eager", "compile", "cuda_graph"] | None = None
+    precision: dict[str, Precision] = {}
+    checkpoint: dict[str, Checkpoint] = {}
+    sharding: dict[str, Sharding] = {}
+    exclude: ExcludeFile = ExcludeFile()
+    search: SearchFile = SearchFile()
+    tolerance: pydantic.StrictFloat = pydantic.Field(default=0.35, gt=0)
+    seed: Count = 0
+    variants: tuple[VariantFile, ...] = ()
+    vary: dict[str, tuple[Any, ...]] = {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusions:
+    """Options that may not be used. Globs over region or table names -> options; `layouts` are partial layouts (field -> value)."""
+
+    precision: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    checkpoint: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    sharding: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    batching: tuple[str, ...] = ()
+    transport: tuple[str, ...] = ()
+    execution: tuple[str, ...] = ()
+    layouts: tuple[dict[str, int | bool], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What the scenario has decided already. `layout`: fields of Layout; the globs map names to one option, the first that matches counts."""
+
+    layout: dict[str, int | bool] = dataclasses.field(default_factory=dict)
+    local_batch: int | None = None
+    accumulation: int | None = None
+    batching: str | None = None
+    transport: str | None = None
+    execution: str | None = None
+    precision: dict[str, str] = dataclasses.field(default_factory=dict)
+    checkpoint: dict[str, str] = dataclasses.field(default_factory=dict)
+    sharding: dict[str, str] = dataclasses.field(default_factory=dict)
+    exclude: Exclusions = Exclusions()
+
+    def option(self, what: Literal["precision", "checkpoint", "sharding"], name: str) -> str | None:
+        """The pinned option of a region or table, or None."""
+        return next((option for glob, option in getattr(self, what).items() if fnmatch.fnmatchcase(name, glob)), None)
+
+    def excluded(self, what: Literal["precision", "checkpoint", "sharding"], name: str) -> frozenset[str]:
+        """All options that are excluded for a region or table."""
+        globs = getattr(self.exclude, what)
+        return frozenset(o for glob, options in globs.items() if fnmatch.fnmatchcase(name, glob) for o in options)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """`time_limit` [s], `gap`: relative gap at which the search may stop, `top`: plans to keep."""
+
+    time_limit: float = 20.0
+    gap: float = 0.01
+    top: int = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One dotted key that a variant sets, and its value before, as written."""
+
+    key: str
+    before: Any
+    after: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedScenario:
+    """A scenario in value objects. `variants` are whole scenarios of their own with `changes` against this one."""
+
+    name: str
+    cluster: Cluster
+    model: Model
+    workload: Workload
+    pins: Pins = Pins()
+    search: SearchOptions = SearchOptions()
+    tolerance: float = 0.35
+    seed: int = 0
+    path: Path | None = None
+    description: str = ""
+    changes: tuple[Change, ...] = ()
+    variants: tuple[ResolvedScenario, ...] = ()
+
+
+def load_scenario(reference: Path | str, *, with_variants: bool = True) -> ResolvedScenario:
+    """Reads, resolves and checks a scenario. Raises FileError with file:line:column, dotted path and what is wrong."""
+    try:
+        path = catalogue.scenario_path(str(reference))
+    except ValueError as error:
+        raise FileError([Fault(position=None, path="", message=str(error))]) from error
+    document = load(path)
+    if not isinstance(document.data, dict):
+        raise FileError([document.fault((), "a scenario is a mapping with `cluster`, `model` and `workload`")])
+    base = _resolve(document, ())
+    if not with_variants:
+        return base
+    variants = []
+    for name, sets in _variants(document):
+        variants.append(dataclasses.replace(_resolve(document, sets), name=name))
+    return dataclasses.replace(base, variants=tuple(variants))
+
+
+def _variants(document: Document) -> list[tuple[str, tuple[tuple[str, Any, Path_], ...]]]:
+    """(name, ((dotted key, value, where it is written), ...)) of each item of `variants` and of the product in `vary`."""
+    found: list[tuple[str, tuple[tuple[str, Any, Path_], ...]]] = []
+    for index, variant in enumerate(document.data.get("variants") or ()):
+        found.append((variant["name"], tuple((key, value, ("variants", index, "set", key)) for key, value in variant["set"].items())))
+    vary = document.data.get("vary") or {}
+    if vary:
+        for values in itertools.product(*vary.values()):
+            sets = tuple((key, value, ("vary", key)) for key, value in zip(vary, values))
+            found.append((", ".join(f"{key.rsplit('.', 1)[-1]}={_text(value)}" for key, value, _ in sets), sets))
+    return found
+
+
+def _text(value: Any) -> str:
+    return str(value.get("name", value)) if isinstance(value, dict) else str(value)
+
+
+def _resolve(document: Document, sets: tuple[tuple[str, Any, Path_], ...]) -> ResolvedScenario:
+    source = document.copy()
+    changes = []
+    for key, value, origin in sorted(sets, key=lambda s: s[0].count(".")):
+        _expand_on_the_way(source, key)
+        target = locate(source, key, origin)
+        changes.append(Change(key=key, before=_previous(source, target), after=value))
+        source.get(target[:-1])[target[-1]] = value
+        place = source.where(origin)
+        for old in [p for p in source.positions if p[: len(target)] == target]:
+            del source.positions[old]
+        if place:
+            source.positions[target] = place
+    for slot in _SLOTS:
+        _expand(source, (slot,), _SLOTS[slot])
+    _expand_cluster(source)
+    _expand_lengths(source)
+    parsed = check(ScenarioFile, source)
+    scenario = _convert(parsed, source, tuple(changes))
+    _cross_check(scenario, source)
+    return scenario
+
+
+def _previous(document: Document, path: Path_) -> Any:
+    parent = document.get(path[:-1])
+    if isinstance(parent, list):
+        return parent[path[-1]]  # type: ignore[index]
+    return parent.get(path[-1]) if isinstance(parent, dict) else None
+
+
+def _expand_on_the_way(document: Document, key: str) -> None:
+    parts = key.split(".")
+    if parts[0] in _SLOTS and len(parts) > 1:
+        _expand(document, (parts[0],), _SLOTS[parts[0]])
+        if parts[0] == "cluster" and parts[1] == "device" and len(parts) > 2:
+            _expand_cluster(document)
+
+
+def _expand(document: Document, path: Path_, kind: str) -> None:
+    """Puts the content of the file that a string at `path` names in its place."""
+    parent = document.get(path[:-1])
+    reference = parent.get(path[-1]) if isinstance(parent, dict) else None
+    if not isinstance(reference, str):
+        return
+    place = document.where(path)
+    try:
+        file = catalogue.find(kind, reference, place.file if place else document.file)
+    except ValueError as error:
+        raise FileError([document.fault(path, str(error))]) from error
+    document.graft(path, load(file))
+
+
+def _expand_cluster(document: Document) -> None:
+    cluster = document.data.get("cluster")
+    if isinstance(cluster, dict) and cluster.get("device") == "detected":
+        from planner.machine import device_document
+
+        document.graft(("cluster", "device"), device_document())
+    elif isinstance(cluster, dict):
+        _expand(document, ("cluster", "device"), "devices")
+
+
+def _expand_lengths(document: Document) -> None:
+    """`lengths: {history: {file: lengths.csv}}`: a CSV with the columns `length,weight` becomes a histogram."""
+    workload = document.data.get("workload")
+    lengths = workload.get("lengths") if isinstance(workload, dict) else None
+    for name, spec in (lengths or {}).items() if isinstance(lengths, dict) else ():
+        if isinstance(spec, dict) and "file" in spec:
+            path = ("workload", "lengths", name, "file")
+            place = document.where(path)
+            file = (place.file if place else document.file).parent / str(spec["file"])
+            spec.update(_read_histogram(file, document, path))
+            del spec["file"]
+
+
+def _read_histogram(file: Path, document: Document, path: Path_) -> dict[str, Any]:
+    import csv
+
+    try:
+        with file.open(newline="") as stream:
+            rows = [(int(row["length"]), float(row["weight"])) for row in csv.DictReader(stream)]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise FileError([document.fault(path, f"{file}: a CSV file with the columns length,weight is needed ({error})")]) from error
+    if not rows:
+        raise FileError([document.fault(path, f"{file}: no rows")])
+    values, weights = [r[0] for r in rows], [r[1] for r in rows]
+    return {"kind": "histogram", "minimum": min(values), "maximum": max(values), "values": values, "weights": weights}
+
+
+def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ...]) -> ResolvedScenario:
+    cluster: Cluster = parsed.cluster.build()
+    if parsed.memory_budget is not None:
+        cluster = dataclasses.replace(cluster, memory_budget=parsed.memory_budget)
+    exclude = Exclusions(**{**{name: getattr(parsed.exclude, name) for name in ExcludeFile.model_fields},
+                            "layouts": tuple(part.model_dump(exclude_none=True) for part in parsed.exclude.layouts)})
+    pins = Pins(layout=parsed.layout.model_dump(exclude_none=True), exclude=exclude,
+                **{name: getattr(parsed, name) for name in ("local_batch", "accumulation", "batching", "transport", "execution", "precision",
+                                                            "checkpoint", "sharding")})
+    search = SearchOptions(time_limit=parsed.search.time_limit, gap=parsed.search.gap, top=parsed.search.top)
+    return ResolvedScenario(name=parsed.name or document.file.stem, description=parsed.description, cluster=cluster, model=parsed.model.build(),
+                            workload=parsed.workload.build(), pins=pins, search=search, tolerance=parsed.tolerance, seed=parsed.seed,
+                            path=document.file, changes=changes)
+
+
+def _cross_check(scenario: ResolvedScenario, document: Document) -> None:
+    """What only the parts together can show: pins that match nothing, lengths of unknown sequences, layouts that do not fit the cluster."""
+    faults: list[Fault] = []
+    sequences = [s.name for s in scenario.model.sequences]
+    for name in scenario.workload.lengths:
+        if name not in sequences:
+            faults.append(document.fault(("workload", "lengths", name), f"model {scenario.model.name} has no sequence {name!r}"
+                                         f"{suggest(name, sequences)}; sequences: {', '.join(sequences) or 'none'}"))
+    for name in sequences:
+        if name not in scenario.workload.lengths:
+            faults.append(document.fault(("workload", "lengths", name), f"model {scenario.model.name} has a sequence {name!r}, but its lengths are not given"))
+    tables = [n for group in scenario.model.tables for n in group.names]
+    groups = [group.name for group in scenario.model.tables]
+    for name in scenario.workload.zipf:
+        if name not in tables and name not in groups:
+            faults.append(document.fault(("workload", "zipf", name), f"model {scenario.model.name} has no table {name!r}{suggest(name, groups)}"))
+    faults += _pin_faults(scenario, document, tables)
+    faults += _layout_faults(scenario, document)
+    if faults:
+        raise FileError(faults)
+
+
+def _pin_faults(scenario: ResolvedScenario, document: Document, tables: list[str]) -> list[Fault]:
+    from costmodel.regions import regions
+
+    region_names = [r.name for r in regions(scenario.model)]
+    faults = []
+    for what, names, kind in (("precision", region_names, "region"), ("checkpoint", region_names, "region"), ("sharding", tables, "table")):
+        for prefix, globs in (((what,), getattr(scenario.pins, what)), (("exclude", what), getattr(scenario.pins.exclude, what))):
+            for glob in globs:
+                if not any(fnmatch.fnmatchcase(name, glob) for name in names):
+                    shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+                    faults.append(document.fault((*prefix, glob), f"no {kind} of model {scenario.model.name} matches {glob!r}{suggest(glob, names)}; "
+                                                                  f"{kind}s: {shown}"))
+    return faults
+
+
+def _layout_faults(scenario: ResolvedScenario, document: Document) -> list[Fault]:
+    world, pins, faults = scenario.cluster.num_ranks, scenario.pins.layout, []
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    for key in ("ddp", "fsdp", "sparse_group", "sparse_replicas", "ep"):
+        value = pins.get(key, 1)
+        if world % value:
+            faults.append(document.fault(("layout", key), f"{value} does not divide the {world} ranks of cluster {scenario.cluster.name}; "
+                                                          f"legal: {', '.join(map(str, divisors))}"))
+    for first, second, what in (("ddp", "fsdp", "dense"), ("sparse_group", "sparse_replicas", "sparse")):
+        if first in pins and second in pins and pins[first] * pins[second] != world:
+            faults.append(document.fault(("layout", second), f"{what}: {first} {pins[first]} x {second} {pins[second]} = {pins[first] * pins[second]}, "
+                                                             f"but cluster {scenario.cluster.name} has {world} ranks"))
+    workload = scenario.workload
+    if scenario.pins.local_batch is not None and workload.global_batch is not None:
+        step = scenario.pins.local_batch * (scenario.pins.accumulation or 1) * world
+        if workload.global_batch % (scenario.pins.local_batch * world) or (scenario.pins.accumulation and step != workload.global_batch):
+            faults.append(document.fault(("local_batch",), f"{scenario.pins.local_batch} samples x {world} ranks x accumulation "
+                                         f"{scenario.pins.accumulation or 'any'} cannot make the global batch of {workload.global_batch}"))
+    return faults
+
+
+__all__ = ["Change", "Exclusions", "Pins", "ResolvedScenario", "ScenarioFile", "SearchOptions", "dotted", "load_scenario"]
