@@ -17,7 +17,7 @@ from typing import Any
 
 from planner.errors import Position
 from planner.files import Document, write_text
-from planner.state import state_dir
+from costmodel.state import state_directory
 
 _COPY_BYTES = 64_000_000
 
@@ -93,7 +93,7 @@ def _measure_bandwidth() -> float:
 
 def memory_bandwidth() -> float:
     """Bytes/s of one core, measured on the first call on this machine and kept, so that equal searches give equal plans."""
-    path = state_dir() / "machine.json"
+    path = state_directory() / "machine.json"
     try:
         known = json.loads(path.read_text())
         if known["cpu"] == cpu_name() and known["memory_bandwidth"] > 0:
