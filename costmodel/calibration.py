@@ -1,0 +1,425 @@
+"""Calibration: measured op times as curves, with residuals, provenance and source hashes.
+
+One curve per (op, variant, phase, dtype, active ranks). With x = log(1 + features), scaled to unit spread, and the reference
+
+    r = max(FLOPs / peak, bytes / bandwidth) + c        c >= 0: the fixed cost, by relative least squares
+    y = log(seconds / r)                                minus the logarithm of utilisation
+
+a curve is y(x) = mean + k(x, X) alpha with k = linear + Matern-3/2: a regularised log-linear trend plus a smooth local correction that goes through the points
+up to their noise (kriging). Length scale, trend weight and nugget are those with the least leave-one-out error, which is closed-form. Past the measured box
+the utilisation at its edge is held. A measured shape returns its measurement.
+
+Block samples (`block:<kind>`) are compared with the sum of their ops: seconds = scale x sum + ops x glue; what autograd, Python and the caches add
+between ops. Runs that are scored never enter a fit.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel import compute
+from costmodel.blocks.measured import measured_block_ops
+from costmodel.cluster import Device
+from costmodel.codec import DecodeError, content_hash, decode, encode, suggest
+from costmodel.ops import KINDS, Op, op
+from costmodel.quantity import Source, worst
+from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
+
+SCHEMA_VERSION = 1
+# |log error| at 90 % that a figure gets at least, by source [Assumed where no residual says more].
+MINIMUM_WIDTH: dict[Source, float] = {"measured": 0.02, "interpolated": 0.04, "extrapolated": 0.25, "roofline": 0.55, "assumed": 0.55}
+STALE_WIDENING = 2.0
+QUANTILE = 0.9
+_LENGTHS, _TRENDS, _NUGGETS = (0.5, 1.0, 2.0, 4.0), (0.0, 1.0), (1e-4, 1e-2, 1e-1)
+_SQRT3 = math.sqrt(3.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Measured points of one op variant. `points`: rows of features, then seconds, then host seconds (0 where not measured).
+
+    fixed: c above [s]; mean, length, trend, weights: the interpolant; width: 90 % quantile of |leave-one-out log error|; noise: median MAD / median.
+    """
+
+    op: str
+    variant: str
+    phase: str
+    dtype: str
+    active_ranks: int
+    features: tuple[str, ...]
+    points: Any
+    fixed: float
+    mean: float
+    length: float
+    trend: float
+    weights: Any
+    width: float
+    noise: float
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int]:
+        return (self.op, self.variant, self.phase, self.dtype, self.active_ranks)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """A block kind against its ops: seconds = scale x sum + glue x ops; width: 90 % quantile of |log error| after the correction."""
+
+    scale: float
+    glue: float
+    width: float
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpTime:
+    """Seconds of an op (all repetitions), host seconds to launch it, source, |log error| at 90 %, and the curve that it leans on."""
+
+    seconds: float
+    host_seconds: float
+    source: Source
+    width: float
+    curve: str
+
+
+class _Interpolant:
+    """A curve made ready: arrays, scaling, exact points."""
+
+    __slots__ = ("alpha", "curve", "exact", "high", "host", "low", "scale", "x")
+
+    def __init__(self, curve: Curve) -> None:
+        points = np.asarray(curve.points, dtype=np.float64)
+        count = len(curve.features)
+        raw = np.log1p(points[:, :count])
+        self.curve, self.low, self.high = curve, raw.min(axis=0), raw.max(axis=0)
+        self.scale = _spread(raw)
+        self.x = raw / self.scale
+        self.alpha = np.asarray(curve.weights, dtype=np.float64)
+        self.exact = {tuple(row[:count]): (row[count], row[count + 1]) for row in points.tolist()}
+        self.host = float(np.median(points[:, count + 1]))
+
+    def log_ratio(self, features: np.ndarray) -> tuple[float, float]:
+        """(y at the nearest point of the measured box, log distance to that box)."""
+        inside = np.clip(features, self.low, self.high)
+        x = inside / self.scale
+        outside = float(np.max(np.abs(features - inside), initial=0.0))
+        return self.curve.mean + float(_kernel(x[None], self.x, self.curve.length, self.curve.trend)[0] @ self.alpha), outside
+
+
+def _spread(raw: np.ndarray) -> np.ndarray:
+    spread = raw.std(axis=0)
+    return np.where(spread > 1e-9, spread, 1.0)
+
+
+def _kernel(a: np.ndarray, b: np.ndarray, length: float, trend: float) -> np.ndarray:
+    distance = np.sqrt(np.maximum(((a[:, None] - b[None]) ** 2).sum(axis=-1), 0.0)) * (_SQRT3 / length)
+    return (1.0 + distance) * np.exp(-distance) + trend * (a @ b.T)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Fitted curves of one device. `device`: the figures that utilisation refers to. `constants`: single figures (`samples.CONSTANTS`).
+
+    `compositions` maps `kind/phase/ranks`; `run_residuals` maps a phase (or `step`) to log(measured / predicted) of runs neither fitted nor scored; `stale`:
+    op kinds whose sources changed since, whose intervals are widened.
+    """
+
+    environment: Environment
+    device: Device
+    curves: tuple[Curve, ...]
+    constants: dict[str, float] = dataclasses.field(default_factory=dict)
+    compositions: dict[str, Composition] = dataclasses.field(default_factory=dict)
+    run_residuals: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    stale_kinds: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @functools.cached_property
+    def _index(self) -> dict[tuple[str, str, str, str, int], Curve]:
+        return {c.key: c for c in self.curves}
+
+    @functools.cached_property
+    def _ready(self) -> dict[tuple[str, str, str, str, int], _Interpolant]:
+        return {}
+
+    @functools.cached_property
+    def _memo(self) -> dict[Any, OpTime]:
+        return {}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Content hash: what a plan records as its calibration."""
+        return content_hash({**encode(self), "stale_kinds": []})
+
+    def matches(self, device: Device) -> bool:
+        """Whether it was measured on this very device (by name)."""
+        return device.name == self.environment.device_name
+
+    def stale(self, current_hashes: Mapping[str, str]) -> list[str]:
+        """Op kinds timed from sources that have changed or are gone since."""
+        return sorted(kind for kind, value in self.environment.source_hashes.items() if current_hashes.get(kind) != value)
+
+    def with_stale(self, kinds: Iterable[str]) -> Calibration:
+        """A copy that widens the intervals of `kinds`."""
+        return dataclasses.replace(self, stale_kinds=tuple(sorted(kinds)))
+
+    def curve(self, kind: str, variant: str, phase: str, dtype: str, active_ranks: int) -> Curve | None:
+        """The curve with exactly these keys."""
+        return self._index.get((kind, variant, phase, dtype, active_ranks))
+
+    def op_seconds(self, op: Op, phase: str, *, active_ranks: int = 1) -> tuple[float, float, Source]:
+        """(seconds, host seconds, source) of all repetitions on the calibrated device."""
+        time = self.predict(op, phase, active_ranks=active_ranks)
+        return time.seconds, time.host_seconds, time.source
+
+    def predict(self, op: Op, phase: str, *, active_ranks: int = 1, device: Device | None = None) -> OpTime:
+        """Time of an op on `device` (default: the calibrated one). On another device the utilisation carries over and is marked extrapolated.
+
+        Without a curve for these keys the nearest relative stands in, marked extrapolated: another number of active ranks, then another variant, then another
+        dtype of the same kind and phase. With none, the roofline.
+        """
+        device = device or self.device
+        key = (op, phase, active_ranks, device.name)
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = self._predict(op, phase, active_ranks, device)
+        return found
+
+    def _predict(self, op: Op, phase: str, active_ranks: int, device: Device) -> OpTime:
+        one = op if op.count == 1 else dataclasses.replace(op, count=1)
+        ready, relative = self._relative(one, phase, active_ranks)
+        if ready is None:
+            seconds = op.count * compute.roofline_seconds(one, phase, device)
+            return OpTime(seconds=seconds, host_seconds=op.count * self.launch_seconds, source="roofline", width=MINIMUM_WIDTH["roofline"],
+                          curve=f"roofline:{op.kind}")
+        curve = ready.curve
+        values = tuple(value for _, value in one.features)
+        transferred = device.name != self.device.name
+        name = "/".join(map(str, curve.key))
+        exact = ready.exact.get(values)
+        if exact is not None and not relative and not transferred:
+            source: Source = "measured"
+            seconds, host, width = exact[0], exact[1], max(MINIMUM_WIDTH["measured"], 1.7 * curve.noise)
+        else:
+            log_ratio, outside = ready.log_ratio(np.log1p(np.array(values)))
+            source = "extrapolated" if relative or transferred or outside > 0.1 else "interpolated"
+            seconds = math.exp(log_ratio) * (compute.ideal_seconds(one, phase, device) + curve.fixed)
+            width = max(MINIMUM_WIDTH[source], curve.width + 0.1 * outside)
+            host = ready.host
+        if op.kind in self.stale_kinds:
+            width *= STALE_WIDENING
+        return OpTime(seconds=op.count * seconds, host_seconds=op.count * (host or self.launch_seconds), source=source, width=width, curve=name)
+
+    def _relative(self, op: Op, phase: str, active_ranks: int) -> tuple[_Interpolant | None, bool]:
+        """The interpolant of this op, or of its nearest relative (second value true)."""
+        key = (op.kind, op.variant, phase, op.dtype, active_ranks)
+        curve, relative = self._index.get(key), False
+        if curve is None:
+            kin = [c for c in self.curves if c.op == op.kind and c.phase == phase]
+            curve = min(kin, default=None, key=lambda c: (c.dtype != op.dtype, c.variant != op.variant, abs(c.active_ranks - active_ranks), c.key))
+            relative = curve is not None
+        if curve is None:
+            return None, False
+        if curve.key not in self._ready:
+            self._ready[curve.key] = _Interpolant(curve)
+        return self._ready[curve.key], relative
+
+    @property
+    def launch_seconds(self) -> float:
+        """Host time to launch one eager op; 0 on a CPU, whose op times hold it."""
+        if self.environment.device_kind == "cpu":
+            return 0.0
+        return self.constants.get("launch_seconds", compute.EAGER_LAUNCH_SECONDS)
+
+    def composition(self, kind: str, phase: str, active_ranks: int) -> Composition | None:
+        """The correction of a block kind measured with the nearest number of active ranks."""
+        keys = [k for k in self.compositions if k.startswith(f"{kind}/{phase}/")]
+        if not keys:
+            return None
+        return self.compositions[min(keys, key=lambda k: (abs(int(k.rsplit("/", 1)[1]) - active_ranks), k))]
+
+    def save(self, path: Path | str) -> None:
+        """Writes through a temporary file; byte-identical for equal calibrations."""
+        path = Path(path)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({**encode(self), "stale_kinds": []}, allow_nan=False) + "\n")
+        temporary.replace(path)
+
+
+def load(path: Path | str, *, device: str | None = None) -> Calibration:
+    """Reads a calibration file. Raises ValueError naming file and field: not JSON, a newer schema, an unknown op kind, a missing feature
+    column, a NaN, or (with `device`) another device's figures."""
+    path = Path(path)
+    try:
+        body = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}:{error.colno}: not JSON ({error.msg})") from error
+    if not isinstance(body, dict) or "schema_version" not in body:
+        raise ValueError(f"{path}: schema_version: missing; not a calibration")
+    if body["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"{path}: schema_version: {body['schema_version']} is not {SCHEMA_VERSION}, which this version reads; calibrate again")
+    try:
+        calibration = decode(Calibration, body)
+    except DecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    for i, curve in enumerate(calibration.curves):
+        _check_curve(f"{path}: curves[{i}]", curve)
+    if device is not None and calibration.environment.device_name != device:
+        raise ValueError(f"{path}: environment.device_name: measured on {calibration.environment.device_name!r}, not on {device!r}")
+    return calibration
+
+
+def _check_curve(where: str, curve: Curve) -> None:
+    if curve.op not in KINDS:
+        raise ValueError(f"{where}.op: unknown kind {curve.op!r}{suggest(curve.op, KINDS)}")
+    if curve.features != KINDS[curve.op].features:
+        missing = [f for f in KINDS[curve.op].features if f not in curve.features]
+        raise ValueError(f"{where}.features: {curve.op} needs {list(KINDS[curve.op].features)}; missing: {', '.join(missing) or 'none (other order)'}")
+    try:
+        points, weights = np.array(curve.points, dtype=np.float64), np.array(curve.weights, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}.points: rows of {len(curve.features) + 2} numbers are needed ({error})") from error
+    if points.ndim != 2 or points.shape[1] != len(curve.features) + 2 or len(points) == 0:
+        raise ValueError(f"{where}.points: rows of {len(curve.features) + 2} numbers are needed, got shape {points.shape}")
+    if weights.shape != (len(points),):
+        raise ValueError(f"{where}.weights: {len(points)} numbers are needed, got shape {weights.shape}")
+    for name, values in (("points", points), ("weights", weights)):
+        if not np.isfinite(values).all():
+            raise ValueError(f"{where}.{name}: holds NaN or infinity")
+    if (points[:, len(curve.features)] <= 0).any():
+        raise ValueError(f"{where}.points: seconds must be > 0")
+
+
+def fit(environment: Environment, samples: Iterable[Sample], *, device: Device | None = None) -> Calibration:
+    """Curves, constants and block corrections from samples; held-out samples are left out. `device`: the datasheet that utilisation refers to, so that
+    curves carry over to other devices; without one, the best rates among the samples stand for its peaks.
+
+    Raises ValueError when there is nothing to fit.
+    """
+    kept = [s for s in samples if not s.held_out]
+    ops = [s for s in kept if s.op in KINDS]
+    if not ops:
+        raise ValueError("no op samples to fit a calibration from")
+    device = device or _observed_device(environment, ops)
+    grouped: dict[tuple[str, str, str, str, int], list[Sample]] = defaultdict(list)
+    for sample in ops:
+        grouped[(sample.op, sample.variant, sample.phase, sample.dtype, sample.active_ranks)].append(sample)
+    curves = tuple(_fit_curve(key, grouped[key], device) for key in sorted(grouped))
+    constants = {(s.op.removeprefix(CONSTANT_PREFIX) + (f"/{s.variant}" if s.variant else "")): s.seconds
+                 for s in kept if s.op.startswith(CONSTANT_PREFIX)}
+    bare = Calibration(environment=environment, device=device, curves=curves, constants=dict(sorted(constants.items())))
+    return dataclasses.replace(bare, compositions=_fit_compositions(bare, [s for s in kept if s.op.startswith(BLOCK_PREFIX)]))
+
+
+def _observed_device(environment: Environment, samples: list[Sample]) -> Device:
+    """A device whose peaks are the best rates seen."""
+    peaks: dict[str, float] = {"fp32": 1.0}
+    bandwidth = 1.0
+    for sample in samples:
+        one = sample.as_op()
+        rate = one.flops(sample.phase) / sample.seconds
+        peaks[sample.dtype] = max(peaks.get(sample.dtype, 1.0), rate)
+        if not KINDS[sample.op].matrix and sample.op != "input":
+            bandwidth = max(bandwidth, one.bytes(sample.phase) / sample.seconds)
+    return Device(name=environment.device_name, kind="cpu" if environment.device_kind == "cpu" else "gpu", peak_flops=peaks,
+                  memory_bytes=1.0, memory_bandwidth=bandwidth, sources=("best rates among the calibration's samples",))
+
+
+def _fit_curve(key: tuple[str, str, str, str, int], samples: list[Sample], device: Device) -> Curve:
+    kind, variant, phase, dtype, ranks = key
+    names = KINDS[kind].features
+    merged: dict[tuple[float, ...], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        merged[tuple(float(sample.features[n]) for n in names)].append(sample)
+    shapes = sorted(merged)
+    seconds = np.array([np.median([s.seconds for s in merged[shape]]) for shape in shapes])
+    host = [float(np.median([s.host_seconds or 0.0 for s in merged[shape]])) for shape in shapes]
+    ideal = np.array([compute.ideal_seconds(op(kind, variant=variant, dtype=dtype, **dict(zip(names, shape))), phase, device) for shape in shapes])
+    noise = float(np.median([s.noise for s in samples]))
+    fixed = _fixed_seconds(ideal, seconds)
+    y = np.log(seconds / (ideal + fixed))
+    raw = np.log1p(np.array(shapes))
+    mean, length, trend, weights, errors = _krige(raw / _spread(raw), y)
+    width = float(np.quantile(np.abs(errors), QUANTILE)) if len(y) >= 4 else max(0.3, float(np.ptp(y)))
+    return Curve(op=kind, variant=variant, phase=phase, dtype=dtype, active_ranks=ranks, features=names,
+                 points=[[*shape, float(s), h] for shape, s, h in zip(shapes, seconds, host)], fixed=fixed, mean=mean, length=length,
+                 trend=trend, weights=[float(w) for w in weights], width=max(width, 1.7 * noise), noise=noise)
+
+
+def _fixed_seconds(ideal: np.ndarray, seconds: np.ndarray) -> float:
+    """c >= 0 of seconds = a ideal + c with the least relative error; an op whose ideal time is 0 everywhere is all fixed cost."""
+    a, b = ideal / seconds, 1.0 / seconds
+    if not a.any():
+        return float(np.median(seconds))
+    matrix = np.array([[a @ a, a @ b], [a @ b, b @ b]])
+    if len(seconds) < 3 or abs(np.linalg.det(matrix)) < 1e-12 * matrix[0, 0] * matrix[1, 1]:
+        return 0.5 * float(seconds.min()) if (ideal < 1e-9 * seconds).any() else 0.0
+    slope, fixed = np.linalg.solve(matrix, np.array([a.sum(), b.sum()]))
+    if slope <= 0:
+        fixed = b.sum() / (b @ b)
+    return float(min(max(fixed, 0.0), seconds.min()))
+
+
+def _krige(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, np.ndarray, np.ndarray]:
+    """(mean, length, trend, weights, leave-one-out errors) with the least mean absolute leave-one-out error."""
+    mean = float(np.median(y))
+    centred = y - mean
+    if len(y) < 4:
+        weights = np.linalg.solve(_kernel(x, x, 1.0, 0.0) + 1e-6 * np.eye(len(y)), centred)
+        return mean, 1.0, 0.0, weights, centred
+    best: tuple[float, float, float, np.ndarray, np.ndarray] | None = None
+    for length in _LENGTHS:
+        for trend in _TRENDS:
+            base = _kernel(x, x, length, trend)
+            for nugget in _NUGGETS:
+                inverse = np.linalg.inv(base + nugget * np.eye(len(y)))
+                weights = inverse @ centred
+                errors = weights / np.diag(inverse)
+                score = float(np.mean(np.abs(errors)))
+                if best is None or score < best[0] - 1e-12:
+                    best = (score, length, trend, weights, errors)
+    assert best is not None
+    return mean, *best[1:]
+
+
+def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[str, Composition]:
+    grouped: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+    for sample in samples:
+        kind = sample.op.removeprefix(BLOCK_PREFIX)
+        ops = measured_block_ops(kind, sample.features, sample.dtype)
+        times = [calibration.predict(one, sample.phase, active_ranks=sample.active_ranks) for one in ops]
+        if worst(t.source for t in times) in ("roofline", "assumed"):
+            continue
+        grouped[f"{kind}/{sample.phase}/{sample.active_ranks}"].append((sum(t.seconds for t in times), sample.seconds, len(ops)))
+    return {key: _compose(rows) for key, rows in sorted(grouped.items())}
+
+
+def _compose(rows: list[tuple[float, float, int]]) -> Composition:
+    total, measured, count = (np.array(column, dtype=np.float64) for column in zip(*rows))
+    scale, glue = float(np.exp(np.median(np.log(measured / total)))), 0.0
+    if len(rows) >= 4:
+        a, b = total / measured, count / measured
+        matrix = np.array([[a @ a, a @ b], [a @ b, b @ b]])
+        if abs(np.linalg.det(matrix)) > 1e-9 * matrix[0, 0] * matrix[1, 1]:
+            one, two = (float(v) for v in np.linalg.solve(matrix, np.array([a.sum(), b.sum()])))
+            if one > 0 and two >= 0:
+                scale, glue = one, two
+    errors = np.abs(np.log(measured / (scale * total + glue * count)))
+    return Composition(scale=scale, glue=glue, width=max(0.03, float(np.quantile(errors, QUANTILE))), samples=len(rows))
+
+
+def score(calibration: Calibration, samples: Iterable[Sample]) -> list[tuple[Sample, float]]:
+    """log(predicted / measured) of held-out op samples."""
+    scored = []
+    for sample in samples:
+        if sample.held_out and sample.op in KINDS:
+            time = calibration.predict(sample.as_op(), sample.phase, active_ranks=sample.active_ranks)
+            scored.append((sample, math.log(time.seconds / sample.seconds)))
+    return scored
