@@ -1,0 +1,286 @@
+"""Sharded embedding tables: lookup, exchange, and the optimizer fused into backward on the rank that owns the row.
+
+One rank of a sparse group (nothing is exchanged): ids -> `kernels.embedding` on the storage; the gradient of the output goes straight into the fused
+update. More ranks, per micro-batch and in this order (s = a phase's work, each `wait` is `exposed_communication`):
+
+    forward    s: keys of every group sorted and made unique; rows counted per shard
+               all-to-all of the counts, wait; all-to-all of row numbers (int64), wait
+               s: one lookup per storage on the owner
+               all-to-all of rows (payload dtype), wait
+               s: rows spread over the batch: pooled, or one an event -> the model's inputs, which are leaves of its graph
+    backward   s: gradients of the inputs summed per unique row
+               all-to-all of row gradients (payload dtype), wait
+               s: on the last micro-batch of a step: one fused update per storage over all micro-batches
+
+Gradients are those of the mean loss over the sparse group's samples. With several replicas of the group (plain 2D) every replica updates its own copy from
+its own samples; every `sync_every` steps weights and optimizer state are averaged over the replicas, which for SGD at `sync_every = 1` is the
+update with the global mean gradient. Adagrad then averages an accumulator of per-group squares; nothing is rescaled.
+
+Column-wise shards keep a row-wise Adagrad state each, over their own columns, as torchrec does; table-wise and row-wise equal an unsharded table.
+
+Shape legend: N ids, U unique keys, C tables of a group, B samples, T events.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from costmodel.model import TableGroup
+from costmodel.plan import TablePlacement
+from kernels.embedding import embedding_pooled, embedding_sequence
+from runtime.batch import Batch
+from runtime.mesh import Meshes, all_to_all, wait
+from runtime.phases import PhaseTimer
+from runtime.shards import PlacedShard, place
+from runtime.tables import DTYPES, StoredTable, build_storages
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Lookup:
+    """What backward needs of one table group's forward. `leaf`: the model's input; `rows`: `(N,)` local, or positions into `unique`.
+
+    `unique` `(U, dim)` is the leaf of the small graph unique -> output, `output` its end; both None on a group of one rank.
+    """
+
+    table: TableGroup
+    leaf: Tensor
+    rows: Tensor
+    offsets: Tensor | None
+    unique: Tensor | None = None
+    output: Tensor | None = None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Exchange:
+    """Splits of one micro-batch, on the host: rows this rank asks of each wire shard, and rows each rank asks of this rank's shards."""
+
+    begins: list[int]
+    counts: list[int]
+    asked: list[list[int]]
+    received_rows: Tensor
+
+
+class ShardedEmbeddings:
+    """This rank's part of all tables. `forward` hands leaves to the model; after the model's backward, `backward` does the rest.
+
+    placements: one per table. payload: dtype on the wire; default bf16 where every table is, else fp32.
+    """
+
+    def __init__(self, tables: tuple[TableGroup, ...], placements: tuple[TablePlacement, ...], meshes: Meshes, *, seed: int,
+                 learning_rate: float, sync_every: int = 1, timer: PhaseTimer | None = None) -> None:
+        self.tables, self.meshes, self.timer = tables, meshes, timer
+        self.learning_rate, self.sync_every = learning_rate, sync_every
+        self.group_size = meshes.layout.sparse_group
+        self.layout = place(tables, placements, self.group_size)
+        self.storages = build_storages(self.layout, tables, meshes.sparse_rank, device=meshes.device, seed=seed)
+        self.payload = torch.bfloat16 if tables and all(t.dtype == "bf16" for t in tables) else torch.float32
+        self.num_steps = 0
+        self._pending: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {s.spec.index: [] for s in self.storages}
+        self._lookups: list[Lookup] = []
+        self._exchange: Exchange | None = None
+        self._boundaries = {t.name: torch.tensor([[s.key_begin, s.key_end] for s in self.layout.of_group(t.name)], device=meshes.device)
+                            for t in tables}
+        self._wire_per_rank = [sum(s.rank == r for s in self.layout.wire) for r in range(self.group_size)]
+
+    # --- forward ---
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Table group name -> `(C, B, dim)` for pooled groups, `(C, T, dim)` for sequence groups; leaves that require gradients."""
+        if self.group_size == 1:
+            self._lookups = [self._local_lookup(t, batch) for t in self.tables]
+        else:
+            self._lookups = self._exchanged_lookup(batch)
+        return {lookup.table.name: lookup.leaf for lookup in self._lookups}
+
+    def _local_lookup(self, table: TableGroup, batch: Batch) -> Lookup:
+        (stored,) = (s for s in self.storages if s.table.name == table.name)
+        rows, offsets = table_keys(table, batch), batch.offsets.get(table.name)
+        with torch.no_grad():
+            output = expand(stored.weight, rows, offsets, table)
+        return Lookup(table=table, leaf=_leaf(output, table), rows=rows, offsets=offsets)
+
+    def _exchanged_lookup(self, batch: Batch) -> list[Lookup]:
+        lookups, begins, counts, sent = [], {}, {}, {}
+        for table in self.tables:
+            unique, inverse = torch.unique(table_keys(table, batch), return_inverse=True)
+            edges = torch.searchsorted(unique, self._boundaries[table.name]).tolist()
+            for shard, (first, last) in zip(self.layout.of_group(table.name), edges):
+                begins[shard], counts[shard] = first, last - first
+                sent[shard] = unique[first:last] - (shard.key_begin - shard.base)
+            values = torch.empty((unique.numel(), table.dim), dtype=DTYPES[table.dtype], device=self.meshes.device)
+            lookups.append(Lookup(table=table, leaf=values, rows=inverse, offsets=batch.offsets.get(table.name), unique=values))
+        wire = self.layout.wire
+        self._exchange = self._exchange_rows([begins[s] for s in wire], [counts[s] for s in wire], [sent[s] for s in wire])
+        self._exchange_values({lookup.table.name: lookup.unique for lookup in lookups})
+        for lookup in lookups:
+            lookup.unique.requires_grad_()
+            lookup.output = expand(lookup.unique, lookup.rows, lookup.offsets, lookup.table)
+            lookup.leaf = _leaf(lookup.output.detach(), lookup.table)
+        return lookups
+
+    def _exchange_rows(self, begins: list[int], counts: list[int], sent: list[Tensor]) -> Exchange:
+        """Every rank learns how many rows of its shards each rank wants, then which."""
+        group, device, mine = self.meshes.sparse_group, self.meshes.device, self._wire_per_rank[self.meshes.sparse_rank]
+        asked = torch.empty(self.group_size * mine, dtype=torch.int64, device=device)
+        splits = [mine] * self.group_size
+        wait(all_to_all(asked, torch.tensor(counts, device=device), splits, self._wire_per_rank, group), self.timer)
+        asked_of = asked.view(self.group_size, mine).tolist()
+        received = torch.empty(sum(map(sum, asked_of)), dtype=torch.int64, device=device)
+        wait(all_to_all(received, torch.cat(sent), [sum(a) for a in asked_of], self._sums_by_rank(counts), group), self.timer)
+        return Exchange(begins=begins, counts=counts, asked=asked_of, received_rows=received)
+
+    def _exchange_values(self, unique: dict[str, Tensor]) -> None:
+        """Owners look rows up and send them; `unique` is filled in place."""
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.group_size)]
+        for stored, pieces in zip(self.storages, self._rows_by_storage()):
+            values = embedding_sequence(stored.weight, torch.cat(pieces)).to(self.payload)
+            for source, piece in enumerate(values.split([p.numel() for p in pieces])):
+                outgoing[source].append(piece.flatten())
+        source = torch.cat([piece for pieces in outgoing for piece in pieces] or [self._empty()])
+        received = torch.empty(sum(self._asking_elements()), dtype=self.payload, device=self.meshes.device)
+        wait(all_to_all(received, source, self._asking_elements(), self._asked_elements(), self.meshes.sparse_group), self.timer)
+        for shard, first, piece in self._pieces(received):
+            unique[shard.group][first:first + piece.shape[0], shard.col_begin:shard.col_end] = piece
+
+    # --- backward ---
+
+    def backward(self, *, last_microbatch: bool = True) -> None:
+        """From the gradients of the leaves to updated tables. Without `last_microbatch` gradients are kept for the step's update."""
+        if self.group_size == 1:
+            for lookup in self._lookups:
+                (stored,) = (s for s in self.storages if s.table.name == lookup.table.name)
+                self._pending[stored.spec.index].append((_leaf_grad(lookup), lookup.rows, lookup.offsets))
+        elif self._lookups:
+            self._exchange_gradients()
+        self._lookups, self._exchange = [], None
+        if last_microbatch:
+            self._update()
+
+    def _exchange_gradients(self) -> None:
+        exchange, grads = self._exchange, {}
+        assert exchange is not None
+        torch.autograd.backward([k.output for k in self._lookups], [_leaf_grad(k) for k in self._lookups])
+        for lookup in self._lookups:
+            grads[lookup.table.name] = lookup.unique.grad.to(self.payload).div_(self.group_size)
+        pieces = [grads[s.group][first:first + count, s.col_begin:s.col_end].flatten()
+                  for s, first, count in zip(self.layout.wire, exchange.begins, exchange.counts)]
+        received = torch.empty(sum(self._asked_elements()), dtype=self.payload, device=self.meshes.device)
+        wait(all_to_all(received, torch.cat(pieces), self._asked_elements(), self._asking_elements(), self.meshes.sparse_group), self.timer)
+        by_source, position = [], 0
+        for counts in self._counts_by_storage():
+            row = []
+            for stored, count in zip(self.storages, counts):
+                row.append(received[position:position + count * stored.spec.width].view(count, stored.spec.width))
+                position += count * stored.spec.width
+            by_source.append(row)
+        for i, (stored, rows) in enumerate(zip(self.storages, self._rows_by_storage())):
+            grad = torch.cat([row[i] for row in by_source]).to(stored.weight.dtype)
+            self._pending[stored.spec.index].append((grad, torch.cat(rows), None))
+
+    def _update(self) -> None:
+        for stored in self.storages:
+            pending = self._pending[stored.spec.index]
+            self._pending[stored.spec.index] = []
+            if pending:
+                grad, rows, offsets = _join(pending)
+                stored.update(grad, rows, offsets, lr=self.learning_rate, mode="mean" if stored.table.pooling == "mean" and offsets is not None else "sum")
+        self.num_steps += 1
+        if self.meshes.sparse_replicas is not None and self.num_steps % self.sync_every == 0:
+            self.average_replicas()
+
+    def average_replicas(self) -> None:
+        """Weights and optimizer state become the mean over the replicas of this rank's shards."""
+        replicas = self.meshes.layout.sparse_replicas
+        for stored in self.storages:
+            for tensor in (stored.weight, *stored.state_tensors()):
+                total = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+                wait(dist.all_reduce(total, group=self.meshes.sparse_replicas, async_op=True), self.timer)
+                total /= replicas
+                if total is not tensor:
+                    tensor.copy_(total)
+
+    # --- host-side splits ---
+
+    def _sums_by_rank(self, per_shard: list[int]) -> list[int]:
+        sums, position = [], 0
+        for n in self._wire_per_rank:
+            sums.append(sum(per_shard[position:position + n]))
+            position += n
+        return sums
+
+    def _asking_elements(self) -> list[int]:
+        """Elements of rows that this rank gets from each rank."""
+        return self._sums_by_rank([count * s.width for s, count in zip(self.layout.wire, self._exchange.counts)])
+
+    def _asked_elements(self) -> list[int]:
+        """Elements of rows that each rank gets from this rank."""
+        mine = [s for s in self.layout.wire if s.rank == self.meshes.sparse_rank]
+        return [sum(count * s.width for s, count in zip(mine, counts)) for counts in self._exchange.asked]
+
+    def _counts_by_storage(self) -> list[list[int]]:
+        """`[source][storage]`: rows that `source` asked of each of this rank's storages."""
+        mine = [s.storage for s in self.layout.wire if s.rank == self.meshes.sparse_rank]
+        return [[sum(c for c, index in zip(counts, mine) if index == s.spec.index) for s in self.storages] for counts in self._exchange.asked]
+
+    def _rows_by_storage(self) -> list[list[Tensor]]:
+        """`[storage][source]`: the received row numbers."""
+        flat = [count for counts in self._counts_by_storage() for count in counts]
+        pieces = self._exchange.received_rows.split(flat) if flat else ()
+        n = len(self.storages)
+        return [[pieces[source * n + i] for source in range(self.group_size)] for i in range(n)]
+
+    def _pieces(self, received: Tensor):
+        """(shard, first unique position, `(count, width)`) of a buffer in wire order."""
+        position = 0
+        for shard, first, count in zip(self.layout.wire, self._exchange.begins, self._exchange.counts):
+            yield shard, first, received[position:position + count * shard.width].view(count, shard.width)
+            position += count * shard.width
+
+    def _empty(self) -> Tensor:
+        return torch.empty(0, dtype=self.payload, device=self.meshes.device)
+
+
+def table_keys(table: TableGroup, batch: Batch) -> Tensor:
+    """Keys of a table group's ids, `(N,)`: `c * rows + id`."""
+    ids = batch.ids[table.name]
+    if table.count == 1:
+        return ids
+    first = torch.arange(table.count, device=ids.device) * table.rows
+    if table.pooling == "sequence":
+        return (ids.view(table.count, -1) + first.unsqueeze(1)).flatten()
+    ends = batch.offsets[table.name][::batch.num_samples] if batch.num_samples else batch.offsets[table.name].new_zeros(table.count + 1)
+    return ids + torch.repeat_interleave(first, ends.diff(), output_size=ids.numel())
+
+
+def expand(rows: Tensor, index: Tensor, offsets: Tensor | None, table: TableGroup) -> Tensor:
+    """Rows of a weight at `index` `(N,)`: `(N, dim)` for a sequence table, pooled over `offsets` to `(C B, dim)` otherwise."""
+    if table.pooling == "sequence":
+        return embedding_sequence(rows, index)
+    return embedding_pooled(rows, index, offsets, mode=table.pooling)
+
+
+def _leaf(output: Tensor, table: TableGroup) -> Tensor:
+    return output.view(table.count, -1, table.dim).requires_grad_()
+
+
+def _leaf_grad(lookup: Lookup) -> Tensor:
+    grad = lookup.leaf.grad
+    if grad is None:
+        raise RuntimeError(f"table group {lookup.table.name}: the model's backward left no gradient")
+    return grad.view(-1, lookup.table.dim)
+
+
+def _join(pending: list[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The (gradient, rows, offsets) of several micro-batches as those of one."""
+    if len(pending) == 1:
+        return pending[0]
+    grad, rows = torch.cat([g for g, _, _ in pending]), torch.cat([r for _, r, _ in pending])
+    if pending[0][2] is None:
+        return grad, rows, None
+    ends = [torch.zeros(1, dtype=torch.int64, device=rows.device)]
+    for _, _, offsets in pending:
+        ends.append(offsets[1:] - offsets[0] + ends[-1][-1])
+    return grad, rows, torch.cat(ends)

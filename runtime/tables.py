@@ -1,0 +1,84 @@
+"""The weights and optimizer state that one rank holds: initial values, lookups and fused updates of its storages.
+
+Initial values depend on (seed, table, row) only, never on the sharding: a table is drawn in runs of `CHUNK_ROWS` rows, each from its own
+generator, and a shard keeps its part.
+"""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import torch
+from torch import Tensor
+
+from costmodel.model import TableGroup
+from kernels.embedding import OptimizerState, embedding_backward_update_, new_optimizer_state
+from runtime.shards import PlacedShard, ShardLayout, Storage
+
+CHUNK_ROWS = 16384
+INITIAL_STD = 0.02
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class StoredTable:
+    """A storage with its data. `steps` counts updates (Adam's bias correction, the seed of stochastic rounding)."""
+
+    spec: Storage
+    table: TableGroup
+    shards: tuple[PlacedShard, ...]
+    weight: Tensor
+    state: OptimizerState
+    seed: int
+    steps: int = 0
+
+    def update(self, grad: Tensor, rows: Tensor, offsets: Tensor | None, *, lr: float, mode: str = "sum") -> None:
+        """Fused optimizer step on `rows`, in place; formulas in `kernels.embedding`. bf16 weights are rounded stochastically."""
+        self.steps += 1
+        rounding = (self.seed * 1_000_003 + self.steps) if self.weight.dtype == torch.bfloat16 else None
+        embedding_backward_update_(self.weight, self.state, grad, rows, offsets, optimizer=self.table.optimizer, lr=lr, step=self.steps,
+                                   mode=mode, stochastic_rounding_seed=rounding)
+
+    def state_tensors(self) -> tuple[Tensor, ...]:
+        if self.state is None:
+            return ()
+        return self.state if isinstance(self.state, tuple) else (self.state,)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size()
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.state_tensors())
+
+
+def build_storages(layout: ShardLayout, tables: tuple[TableGroup, ...], rank: int, *, device: torch.device, seed: int) -> list[StoredTable]:
+    """The storages of the rank at place `rank` of its sparse group, initialised."""
+    by_name = {t.name: t for t in tables}
+    stored = []
+    for spec in layout.storages:
+        if spec.rank != rank:
+            continue
+        table = by_name[spec.group]
+        shards = tuple(s for s in layout.wire if s.storage == spec.index)
+        weight = torch.empty((spec.num_rows, spec.width), dtype=DTYPES[table.dtype], device=device)
+        for shard in shards:
+            fill_shard(weight[shard.base:shard.base + shard.num_rows], shard, table, seed=seed)
+        stored.append(StoredTable(spec=spec, table=table, shards=shards, weight=weight, state=new_optimizer_state(weight, table.optimizer),
+                                  seed=seed))
+    return stored
+
+
+def fill_shard(out: Tensor, shard: PlacedShard, table: TableGroup, *, seed: int) -> None:
+    """Initial values of a shard, N(0, INITIAL_STD^2), in place."""
+    generator = torch.Generator(device=out.device)
+    end = shard.row_begin + shard.num_rows
+    for chunk in range(shard.row_begin // CHUNK_ROWS, -(-end // CHUNK_ROWS)):
+        first = chunk * CHUNK_ROWS
+        rows = min(CHUNK_ROWS, table.rows - first)
+        digest = hashlib.sha256(f"{seed}/{shard.table}/{chunk}".encode()).digest()
+        generator.manual_seed(int.from_bytes(digest[:7], "little"))
+        values = torch.empty((rows, table.dim), device=out.device).normal_(0.0, INITIAL_STD, generator=generator)
+        a, b = max(first, shard.row_begin), min(first + rows, end)
+        out[a - shard.row_begin:b - shard.row_begin] = values[a - first:b - first, shard.col_begin:shard.col_end].to(out.dtype)
