@@ -1,0 +1,368 @@
+"""The search space: every legal layout and job option as columns of arrays, and the options of each region and table group.
+
+Legal layouts (docs/search.md has the reasons):
+
+    world = ddp x fsdp = sparse_group x sparse_replicas
+    fsdp, sparse_group   fill hosts or divide one: a group that straddles hosts unevenly would wait for its worst link on every collective
+    fsdp                 stays inside a zone: parameters are gathered every layer, the spine is too thin for that
+    ep                   1 without experts; else divides fsdp and a host
+    global batch         = local_batch x accumulation x world, exactly
+
+An option that the runtime cannot execute is predict-only and has its reason in `PREDICT_ONLY`; it enters only when the scenario allows it
+(`search: {predict_only: true}`) or pins it. Whatever stays out is listed with why.
+"""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from costmodel.model import TableGroup
+from costmodel.plan import Layout
+from costmodel.regions import Region, regions
+from planner.errors import UsageError
+from planner.scenario import ResolvedScenario
+
+PRECISIONS = ("fp32", "bf16", "fp8_row", "fp8_tensor", "fp8_block", "mxfp8")
+CHECKPOINTS = ("none", "selective", "full", "quantized")
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel", "host_cached")
+BATCHINGS = ("jagged", "padded", "local", "sorted_buckets", "base_batch_shuffling", "global")
+TRANSPORTS = ("nccl", "ncclx", "copy_engine")
+EXECUTIONS = ("eager", "compile", "cuda_graph")
+SYNC_EVERY = (1, 4, 16)
+MAX_ACCUMULATION = 64
+MIN_COLUMNS = 32
+"""Narrowest column shard offered: a row of 32 fp32 values is one 128-byte line; narrower shards read the same lines for less."""
+
+EXECUTABLE = {
+    "precision": ("fp32", "bf16"),
+    "checkpoint": ("none", "selective", "full"),
+    "sharding": ("table_wise", "row_wise", "column_wise", "table_row_wise"),
+    "batching": BATCHINGS,
+    "transport": ("nccl",),
+    "execution": ("eager",),
+}
+PREDICT_ONLY = {
+    "fp8_tensor": "the runtime has no fp8 linear layers yet", "fp8_row": "the runtime has no fp8 linear layers yet",
+    "fp8_block": "the runtime has no fp8 linear layers yet", "mxfp8": "the runtime has no MXFP8 linear layers yet",
+    "quantized": "the runtime does not store saved activations in 8 bits yet",
+    "data_parallel": "the runtime shards every table", "host_cached": "the runtime keeps every table in device memory",
+    "ncclx": "NCCLX is not part of PyTorch's releases", "copy_engine": "copy-engine collectives are not wired into the runtime",
+    "compile": "the runtime does not compile its blocks yet", "cuda_graph": "the runtime does not capture graphs yet",
+    "fully_sharded_2d": "the runtime has plain 2D only", "sync_every": "the runtime averages replicas at every step",
+}
+RISK = {"fp32": 0.0, "bf16": 1.0, "fp8_block": 2.0, "mxfp8": 2.0, "fp8_row": 2.5, "fp8_tensor": 3.0}
+"""Numeric risk of a block under a number format, in bf16 blocks. [Assumed: an ordering by scale granularity, not a measurement]"""
+HIGH_PRECISION_KINDS = ("sequence_input", "summary", "heads")
+"""Block kinds that keep 16 bits or more: their inputs are raw embeddings or their outputs are logits."""
+
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Excluded:
+    """An option that is out: `what` (e.g. `checkpoint quantized`), `why`, and `kind`: illegal, predict_only, pinned, excluded."""
+
+    what: str
+    why: str
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RegionChoice:
+    """One way to run a block: number format, checkpoint policy, numeric risk in bf16 blocks."""
+
+    precision: str
+    checkpoint: str
+    risk: float
+
+    @property
+    def executable(self) -> bool:
+        return self.precision in EXECUTABLE["precision"] and self.checkpoint in EXECUTABLE["checkpoint"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableChoice:
+    """One way to shard a table over `num_shards` ranks of the group (1 for table_wise and host_cached)."""
+
+    sharding: str
+    num_shards: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.sharding}{self.num_shards}" if self.sharding == "column_wise" else self.sharding
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Columns of equal length; `batching`, `transport`, `execution` index BATCHINGS, TRANSPORTS, EXECUTIONS."""
+
+    columns: dict[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.columns["ddp"])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.columns[name]
+
+    def take(self, index: np.ndarray) -> Candidates:
+        return Candidates(columns={k: v[index] for k, v in self.columns.items()})
+
+    def layout(self, i: int) -> Layout:
+        c = self.columns
+        return Layout(ddp=int(c["ddp"][i]), fsdp=int(c["fsdp"][i]), ep=int(c["ep"][i]), sparse_group=int(c["sparse_group"][i]),
+                      sparse_replicas=int(c["sparse_replicas"][i]), fully_sharded_2d=bool(c["fully_sharded_2d"][i]), sync_every=int(c["sync_every"][i]),
+                      reshard_after_forward=bool(c["reshard_after_forward"][i]))
+
+    def options(self, i: int) -> dict[str, object]:
+        """The job options of candidate i as fields of Plan."""
+        c = self.columns
+        return {"local_batch": int(c["local_batch"][i]), "accumulation": int(c["accumulation"][i]), "batching": BATCHINGS[c["batching"][i]],
+                "transport": TRANSPORTS[c["transport"][i]], "execution": EXECUTIONS[c["execution"][i]]}
+
+    def describe(self, i: int) -> str:
+        o = self.options(i)
+        sync = f" sync{self['sync_every'][i]}" if self["sync_every"][i] > 1 else ""
+        return f"{self.layout(i).short}{sync} batch {o['local_batch']}x{o['accumulation']} {o['batching']} {o['transport']} {o['execution']}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """`candidates`, the choices of each region (by name), and everything that is out with its reason."""
+
+    candidates: Candidates
+    regions: dict[str, tuple[RegionChoice, ...]]
+    excluded: tuple[Excluded, ...]
+    predict_only: bool
+
+
+def build_space(scenario: ResolvedScenario) -> Space:
+    """Every legal candidate of a scenario. Raises UsageError when pins and exclusions leave nothing, naming them together."""
+    log: list[Excluded] = []
+    allow = scenario.search.predict_only
+    dense, sparse = _dense(scenario, log), _sparse(scenario, log, allow)
+    batches = _batches(scenario, log)
+    jobs = [_job_options(scenario, what, known, log, allow) for what, known in
+            (("batching", BATCHINGS), ("transport", TRANSPORTS), ("execution", EXECUTIONS))]
+    reshard = _reshard(scenario, log)
+    parts = [np.array(part, dtype=np.int64).reshape(len(part), -1) for part in (dense, sparse, reshard, batches, *jobs)]
+    grid = np.meshgrid(*[np.arange(len(p)) for p in parts], indexing="ij")
+    table = np.concatenate([p[g.ravel()] for p, g in zip(parts, grid)], axis=1)
+    order = ("ddp", "fsdp", "ep", "sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "reshard_after_forward", "local_batch",
+             "accumulation", "batching", "transport", "execution")
+    columns = {name: table[:, i] for i, name in enumerate(order)}
+    keep = np.ones(len(table), dtype=bool)
+    # Without sharded parameters there is nothing to reshard: one of the two is the same job as the other.
+    if "reshard_after_forward" not in scenario.pins.layout:
+        keep &= ~((columns["fsdp"] == 1) & (columns["reshard_after_forward"] == 0))
+    for partial in scenario.pins.exclude.layouts:
+        match = np.ones(len(table), dtype=bool)
+        for key, value in partial.items():
+            match &= columns[key] == int(value)
+        keep &= ~match
+        log.append(Excluded(what=f"layouts {partial}", why=f"excluded by the scenario ({int(match.sum())} candidates)", kind="excluded"))
+    if not keep.any():
+        raise UsageError(f"scenario {scenario.name}: pins and exclusions leave no candidate: layout {scenario.pins.layout}, exclusions "
+                         f"{[dict(p) for p in scenario.pins.exclude.layouts]}")
+    choices = {r.name: _region_choices(scenario, r, log, allow) for r in regions(scenario.model)}
+    return Space(candidates=Candidates(columns={k: v[keep] for k, v in columns.items()}), regions=choices, excluded=tuple(dict.fromkeys(log)),
+                 predict_only=allow)
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def _fits_hosts(size: int, per_host: int) -> bool:
+    return size % per_host == 0 or per_host % size == 0
+
+
+def _dense(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int, int]]:
+    """(ddp, fsdp, ep). Expert blocks do not exist yet, so ep stays 1."""
+    cluster, pins = scenario.cluster, scenario.pins.layout
+    zone = cluster.scope_size("zone")
+    found = []
+    if pins.get("ep", 1) != 1:
+        raise UsageError(f"scenario {scenario.name}: layout.ep {pins['ep']} needs expert blocks, which model {scenario.model.name} does not have; legal: 1")
+    for fsdp in divisors(cluster.num_ranks):
+        name = f"fsdp {fsdp}"
+        if not _fits_hosts(fsdp, cluster.devices_per_host):
+            log.append(Excluded(what=name, why=f"does not fill or divide hosts of {cluster.devices_per_host}", kind="illegal"))
+        elif fsdp > zone or zone % fsdp:
+            log.append(Excluded(what=name, why=f"leaves its zone of {zone} ranks", kind="illegal"))
+        elif pins.get("fsdp", fsdp) != fsdp or pins.get("ddp", cluster.num_ranks // fsdp) != cluster.num_ranks // fsdp:
+            log.append(Excluded(what=name, why="another layout is pinned", kind="pinned"))
+        else:
+            found.append((cluster.num_ranks // fsdp, fsdp, 1))
+    return _or_raise(found, scenario, "fsdp and ddp", [e for e in log if e.what.startswith("fsdp")])
+
+
+def _sparse(scenario: ResolvedScenario, log: list[Excluded], allow: bool) -> list[tuple[int, int, int, int]]:
+    """(group, replicas, fully_sharded_2d, sync_every)."""
+    cluster, pins = scenario.cluster, scenario.pins.layout
+    found = []
+    for group in divisors(cluster.num_ranks):
+        replicas, name = cluster.num_ranks // group, f"sparse_group {group}"
+        if not _fits_hosts(group, cluster.devices_per_host):
+            log.append(Excluded(what=name, why=f"does not fill or divide hosts of {cluster.devices_per_host}", kind="illegal"))
+            continue
+        if pins.get("sparse_group", group) != group or pins.get("sparse_replicas", replicas) != replicas:
+            log.append(Excluded(what=name, why="another sparse layout is pinned", kind="pinned"))
+            continue
+        for full, sync in itertools.product((False, True), SYNC_EVERY):
+            if (replicas == 1 and (full or sync > 1)) or (full and sync > 1):
+                continue  # one replica has nothing to average or to shard over; fully sharded 2D reduces every step
+            if "fully_sharded_2d" in pins and pins["fully_sharded_2d"] != full or pins.get("sync_every", sync) != sync:
+                continue
+            for what, on in (("fully_sharded_2d", full), ("sync_every", sync > 1)):
+                if on and not allow and what not in pins:
+                    log.append(Excluded(what=what, why=PREDICT_ONLY[what], kind="predict_only"))
+                    break
+            else:
+                found.append((group, replicas, int(full), sync))
+    return _or_raise(found, scenario, "sparse_group, sparse_replicas, fully_sharded_2d and sync_every", [e for e in log if e.what.startswith("sparse")])
+
+
+def _or_raise(found: list, scenario: ResolvedScenario, what: str, why: Iterable[Excluded]) -> list:
+    if not found:
+        reasons = "; ".join(f"{e.what}: {e.why}" for e in why if e.kind == "illegal")
+        raise UsageError(f"scenario {scenario.name}: no legal {what} under the pins {dict(scenario.pins.layout)} on {scenario.cluster.num_ranks} ranks"
+                         f"{' (' + reasons + ')' if reasons else ''}")
+    return found
+
+
+def _reshard(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int]]:
+    pinned = scenario.pins.layout.get("reshard_after_forward")
+    if pinned is not None:
+        log.append(Excluded(what=f"reshard_after_forward {not pinned}", why="the other one is pinned", kind="pinned"))
+        return [(int(pinned),)]
+    return [(1,), (0,)]
+
+
+def _batches(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int]]:
+    """(local_batch, accumulation) with local_batch x accumulation x world = global batch."""
+    world = scenario.cluster.num_ranks
+    total = scenario.workload.global_batch_on(world)
+    if total % world:
+        near = sorted({max(world, total // world * world), (total // world + 1) * world})
+        raise UsageError(f"scenario {scenario.name}: global batch {total} does not divide over {world} ranks; next legal: {', '.join(map(str, near))}")
+    per_rank, pins = total // world, scenario.pins
+    found = []
+    for accumulation in divisors(per_rank):
+        local = per_rank // accumulation
+        if pins.local_batch not in (None, local) or pins.accumulation not in (None, accumulation):
+            log.append(Excluded(what=f"local_batch {local} x accumulation {accumulation}", why="another batch is pinned", kind="pinned"))
+        elif accumulation > MAX_ACCUMULATION and pins.accumulation is None and pins.local_batch is None:
+            log.append(Excluded(what=f"accumulation {accumulation}", why=f"more than {MAX_ACCUMULATION} micro-batches a step", kind="illegal"))
+        else:
+            found.append((local, accumulation))
+    if not found:
+        raise UsageError(f"scenario {scenario.name}: local_batch {pins.local_batch} x accumulation {pins.accumulation} x {world} ranks is not the global "
+                         f"batch {total}; legal local batches: {', '.join(map(str, divisors(per_rank)))}")
+    return found
+
+
+def _job_options(scenario: ResolvedScenario, what: str, known: tuple[str, ...], log: list[Excluded], allow: bool) -> list[tuple[int]]:
+    pinned, banned = getattr(scenario.pins, what), getattr(scenario.pins.exclude, what)
+    if pinned is not None and pinned not in known:
+        raise UsageError(f"scenario {scenario.name}: {what} {pinned!r} is not known; legal: {', '.join(known)}")
+    found = []
+    for index, name in enumerate(known):
+        reason = _reason(what, name, pinned, banned, allow)
+        if reason is None and scenario.cluster.device.kind == "cpu" and what != "batching" and index > 0 and pinned is None:
+            reason = Excluded(what=f"{what} {name}", why="a CPU rank has no device streams", kind="illegal")
+        if reason is None and what == "batching" and not scenario.model.sequences and index > 0 and pinned is None:
+            reason = Excluded(what=f"{what} {name}", why="the model has no sequences", kind="illegal")
+        log.append(reason) if reason else found.append((index,))
+    if not found:
+        raise UsageError(f"scenario {scenario.name}: {what}: every option is out: " + "; ".join(f"{e.what}: {e.why}" for e in log if e.what.startswith(what)))
+    return found
+
+
+def _reason(what: str, name: str, pinned: str | None, banned: Iterable[str], allow: bool) -> Excluded | None:
+    if pinned is not None:
+        if name == pinned and name in banned:
+            return Excluded(what=f"{what} {name}", why="pinned and excluded at once", kind="excluded")
+        return None if name == pinned else Excluded(what=f"{what} {name}", why=f"{pinned} is pinned", kind="pinned")
+    if name in banned:
+        return Excluded(what=f"{what} {name}", why="excluded by the scenario", kind="excluded")
+    if name not in EXECUTABLE[what] and not allow:
+        return Excluded(what=f"{what} {name}", why=PREDICT_ONLY[name], kind="predict_only")
+    return None
+
+
+def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Excluded], allow: bool) -> tuple[RegionChoice, ...]:
+    device, pins = scenario.cluster.device, scenario.pins
+    precisions, policies = [], []
+    for name in PRECISIONS:
+        reason = _reason("precision", name, pins.option("precision", region.name), pins.excluded("precision", region.name), allow)
+        if reason is None and name not in device.native_formats and not (name in device.peak_flops):
+            reason = Excluded(what=f"precision {name}", why=f"{device.name} has no native {name}", kind="illegal")
+        if reason is None and RISK[name] > RISK["bf16"] and region.kind in HIGH_PRECISION_KINDS and pins.option("precision", region.name) is None:
+            reason = Excluded(what=f"precision {name} in {region.name}", why="inputs and last layers keep 16 bits or more", kind="illegal")
+        if reason:
+            log.append(reason)
+        else:
+            precisions.append(name)
+    for name in CHECKPOINTS:
+        reason = _reason("checkpoint", name, pins.option("checkpoint", region.name), pins.excluded("checkpoint", region.name), allow)
+        if reason:
+            log.append(reason)
+        else:
+            policies.append(name)
+    if not precisions or not policies:
+        mine = [e for e in log if e.what.startswith(("precision", "checkpoint"))]
+        raise UsageError(f"scenario {scenario.name}: region {region.name} has no {'precision' if not precisions else 'checkpoint policy'} left: "
+                         + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in mine)))
+    return tuple(RegionChoice(precision=p, checkpoint=c, risk=RISK[p]) for p in precisions for c in policies)
+
+
+def table_choices(scenario: ResolvedScenario, table: TableGroup, group: int, *, allow: bool,
+                  log: list[Excluded] | None = None) -> tuple[TableChoice, ...]:
+    """The legal sharding choices of one table of `table` in a sparse group of `group` ranks.
+
+    A pin or exclusion for any table of the group holds for all (identical tables are tied). Column shards are at least MIN_COLUMNS wide and at most a group's
+    ranks in number; row shards hold at least one row each.
+    """
+    log = [] if log is None else log
+    pins, name = scenario.pins, table.names[0]
+    local = min(group, scenario.cluster.devices_per_host)
+    found: list[TableChoice] = []
+    for sharding in SHARDINGS:
+        pinned = pins.option("sharding", name)
+        reason = _reason("sharding", sharding, pinned, pins.excluded("sharding", name), allow)
+        if reason is None and group == 1 and sharding != "table_wise" and sharding != pinned and sharding != "host_cached":
+            reason = Excluded(what=f"sharding {sharding}", why="a sparse group of one rank holds every table whole", kind="illegal")
+        if reason is None and sharding == "table_row_wise" and group <= local and sharding != pinned:
+            reason = Excluded(what=f"sharding {sharding}", why="the sparse group is inside one host: the same as row_wise", kind="illegal")
+        if reason is None and sharding == "host_cached" and not (scenario.cluster.host_memory_bytes and scenario.cluster.device.host_link_bandwidth):
+            reason = Excluded(what=f"sharding {sharding}", why="the cluster states no host memory or host link", kind="illegal")
+        if reason:
+            log.append(reason)
+            continue
+        if sharding == "column_wise":
+            widths = [n for n in divisors(table.dim) if 1 < n <= group and table.dim // n >= MIN_COLUMNS]
+            found += [TableChoice(sharding=sharding, num_shards=n) for n in widths]
+        else:
+            shards = {"table_wise": 1, "host_cached": 1, "table_row_wise": local}.get(sharding, group)
+            found.append(TableChoice(sharding=sharding, num_shards=shards))
+    if not found:
+        raise UsageError(f"scenario {scenario.name}: table {table.name} has no sharding left in a sparse group of {group}: "
+                         + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in log if e.what.startswith("sharding"))))
+    return tuple(found)
+
+
+def predict_only_reasons(*, layout: Layout, options: dict[str, object], precisions: Iterable[str], checkpoints: Iterable[str],
+                         shardings: Iterable[str]) -> tuple[str, ...]:
+    """Why no code here can execute a plan with these options; empty when it can."""
+    used = {"precision": set(precisions), "checkpoint": set(checkpoints), "sharding": set(shardings),
+            **{what: {options[what]} for what in ("batching", "transport", "execution")}}
+    reasons = [f"{what} {name}: {PREDICT_ONLY[name]}" for what, names in used.items() for name in sorted(map(str, names)) if name not in EXECUTABLE[what]]
+    if layout.fully_sharded_2d:
+        reasons.append(f"fully_sharded_2d: {PREDICT_ONLY['fully_sharded_2d']}")
+    if layout.sync_every > 1:
+        reasons.append(f"sync_every {layout.sync_every}: {PREDICT_ONLY['sync_every']}")
+    return tuple(reasons)
