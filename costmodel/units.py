@@ -5,6 +5,7 @@ A number without a unit is refused, 0 excepted: nobody can tell whether 80 means
 """
 from __future__ import annotations
 
+import decimal
 import re
 from typing import Literal
 
@@ -48,7 +49,7 @@ def parse(text: str | int | float, kind: Kind) -> float:
         same = [u for u in UNITS[kind] if u.lower() == unit.lower()]
         hint = f" (did you mean {same[0]!r}?)" if same else ""
         raise ValueError(f"unknown unit {unit!r} in {text!r}{hint}; {wanted}, is needed")
-    return value * factor
+    return float(decimal.Decimal(repr(value)) * decimal.Decimal(repr(factor)))
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
