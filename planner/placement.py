@@ -1,14 +1,16 @@
 """Table placement: shards to the ranks of one sparse group.
 
     minimise   max over ranks r and kinds k of load   score(r, k) = load(r, k) / target(k)
-    where      load(r, k) = base(r, k) + sum of the shards on r,  target(k) = bound(k) = max(mean over ranks, largest unsplittable shard)
+    where      load(r, k) = base(r, k) + sum of the shards on r,  target(k) = max(mean, largest unsplittable shard)
     subject to memory on each rank <= its cap, host memory on each host <= its cap, every shard exactly once.
 
-Kinds are seconds of the step that follow the table (lookup, all-to-all) and bytes. Every replica group is placed alike, so one group is solved and `groups_per_host`
-of them share a host's memory. Shards that go to every rank (row-wise, data-parallel) are `base`; a table spread over one host (table-row-wise) is an item that takes a
-whole host. Longest item first (LPT), then moves and swaps out of the heaviest rank while they help; each step is one NumPy expression
-over all ranks or all shards, and nothing depends on time or chance, so equal inputs give equal placements.
+Kinds are seconds of the step that follow the table (lookup, all-to-all) and bytes. Every replica group is placed alike, so one
+group is solved and `groups_per_host` of them share a host's memory. Shards that go to every rank (row-wise, data-parallel) are
+`base`; a table spread over one host (table-row-wise) is an item that takes a whole host. Longest item first (LPT), then moves and
+swaps out of the heaviest rank while they help; each step is one NumPy expression over all ranks or all shards, and nothing
+depends on time or chance, so equal inputs give equal placements.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,7 +18,8 @@ import dataclasses
 import numpy as np
 
 IMPROVEMENT_CELLS = 3e7
-"""(item, rank) and (item, item) pairs that local improvement may weigh in all: about a second. A count, not a time, keeps placements reproducible."""
+"""(item, rank) and (item, item) pairs that local improvement may weigh in all: about a second. A count, not a time, keeps
+placements reproducible."""
 
 TOLERANCE = 1e-3
 """Improvement stops when the heaviest rank is this near its bound: far below what any cost model is right by."""
@@ -35,7 +38,8 @@ class PlacementError(ValueError):
 class Items:
     """`n` unsplittable shards. `loads` `(n, kinds)` in seconds or any unit that adds up; `memory`, `host_memory` `(n,)` bytes.
 
-    `spans_host` marks items that put the given load on every rank of one host. `pinned` `(n,)`: rank (or host, for spanning items), or -1.
+    `spans_host` marks items that put the given load on every rank of one host. `pinned` `(n,)`: rank (or host, for spanning
+    items), or -1.
     """
 
     loads: np.ndarray
@@ -52,24 +56,36 @@ class Items:
             raise ValueError("items: loads and bytes must be >= 0")
 
     @classmethod
-    def of(cls, loads: np.ndarray, memory: np.ndarray | None = None, *, host_memory: np.ndarray | None = None, spans_host: np.ndarray | None = None,
-           pinned: np.ndarray | None = None) -> Items:
+    def of(
+        cls,
+        loads: np.ndarray,
+        memory: np.ndarray | None = None,
+        *,
+        host_memory: np.ndarray | None = None,
+        spans_host: np.ndarray | None = None,
+        pinned: np.ndarray | None = None,
+    ) -> Items:
         """Fills what is left out: no bytes, no spans, no pins. `loads` may be `(n,)`."""
         loads = np.asarray(loads, dtype=np.float64)
         loads = loads[:, None] if loads.ndim == 1 else loads
         n = len(loads)
         none = np.zeros(n)
-        return cls(loads=loads, memory=none if memory is None else np.asarray(memory, dtype=np.float64),
-                   host_memory=none if host_memory is None else np.asarray(host_memory, dtype=np.float64),
-                   spans_host=np.zeros(n, dtype=bool) if spans_host is None else np.asarray(spans_host, dtype=bool),
-                   pinned=np.full(n, -1) if pinned is None else np.asarray(pinned))
+        return cls(
+            loads=loads,
+            memory=none if memory is None else np.asarray(memory, dtype=np.float64),
+            host_memory=none if host_memory is None else np.asarray(host_memory, dtype=np.float64),
+            spans_host=np.zeros(n, dtype=bool) if spans_host is None else np.asarray(spans_host, dtype=bool),
+            pinned=np.full(n, -1) if pinned is None else np.asarray(pinned),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The ranks of one sparse group: `num_ranks`, in order, `ranks_per_host` of them on a host, `groups_per_host` such groups on one host.
+    """The ranks of one sparse group: `num_ranks`, in order, `ranks_per_host` of them on a host, `groups_per_host` such groups on
+    one host.
 
-    `memory_cap` [bytes] per rank and `host_cap` [bytes] per host; `base_loads` `(num_ranks, kinds)` and `base_memory` `(num_ranks,)` are there already.
+    `memory_cap` [bytes] per rank and `host_cap` [bytes] per host; `base_loads` `(num_ranks, kinds)` and `base_memory`
+    `(num_ranks,)` are there already.
     """
 
     num_ranks: int
@@ -91,9 +107,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """`ranks` `(n,)`: the rank of each item (the host, for a spanning item). `loads` `(num_ranks, kinds)`, `memory` `(num_ranks,)`, `host_memory` per host.
+    """`ranks` `(n,)`: the rank of each item (the host, for a spanning item). `loads` `(num_ranks, kinds)`, `memory`
+    `(num_ranks,)`, `host_memory` per host.
 
-    `bounds` `(kinds,)` = max(mean, largest item): no placement can do better in that kind. `excess` = heaviest rank / bound - 1 per kind.
+    `bounds` `(kinds,)` = max(mean, largest item): no placement can do better in that kind. `excess` = heaviest rank / bound - 1
+    per kind.
     """
 
     ranks: np.ndarray
@@ -108,7 +126,8 @@ class Placement:
 
 
 def lower_bounds(items: Items, group: Group) -> np.ndarray:
-    """`(kinds,)`: max(mean over ranks, largest unsplittable shard on the least loaded rank); spanning items count on each rank of a host."""
+    """`(kinds,)`: max(mean over ranks, largest unsplittable shard on the least loaded rank); spanning items count on each rank of
+    a host."""
     base = _base_loads(items, group)
     copies = np.where(items.spans_host, group.ranks_per_host, 1)[:, None]
     mean = (base.sum(axis=0) + (items.loads * copies).sum(axis=0)) / group.num_ranks
@@ -201,13 +220,16 @@ class _State:
         near = np.flatnonzero(score <= score.min() * (1 + 1e-12) + 1e-15)
         if len(near) == 1 or items.spans_host[i]:
             return int(near[0])
-        return int(near[np.argmin(self.memory[near])])
+        return int(near[np.argmin(self.memory[near] + self.host_memory[self.host_of[near]])])
 
     def _misfit(self, i: int, free: np.ndarray, host_free: np.ndarray, where: str) -> PlacementError:
         on_rank, on_host = max(0.0, -float(free.max())), max(0.0, -float(host_free.max()))
         what = f"{on_rank / 2**30:.2f} GiB of device memory" if on_rank >= on_host else f"{on_host / 2**30:.2f} GiB of host memory"
-        return PlacementError(f"a shard of {(self.items.memory[i] + self.items.host_memory[i]) / 2**30:.2f} GiB does not fit on {where}: {what} missing",
-                              shard=int(i), missing=max(on_rank, on_host))
+        return PlacementError(
+            f"a shard of {(self.items.memory[i] + self.items.host_memory[i]) / 2**30:.2f} GiB does not fit on {where}: {what} missing",
+            shard=int(i),
+            missing=max(on_rank, on_host),
+        )
 
 
 def _improve(state: _State) -> None:
@@ -263,7 +285,9 @@ def _best_swap(state: _State, heavy: int, mine: np.ndarray, others: np.ndarray) 
     fits = (state.memory[heavy] - bytes_delta <= group.memory_cap) & (state.memory[ranks][None] + bytes_delta <= group.memory_cap)
     host_delta = (items.host_memory[mine][:, None] - items.host_memory[others][None]) * group.groups_per_host
     hosts = state.host_of[ranks]
-    host_fits = (state.host_memory[state.host_of[heavy]] - host_delta <= group.host_cap) & (state.host_memory[hosts][None] + host_delta <= group.host_cap)
+    host_fits = (state.host_memory[state.host_of[heavy]] - host_delta <= group.host_cap) & (
+        state.host_memory[hosts][None] + host_delta <= group.host_cap
+    )
     fits &= host_fits | (hosts == state.host_of[heavy])[None]
     worst = np.where(fits, worst, np.inf)
     i, j = np.unravel_index(worst.argmin(), worst.shape)

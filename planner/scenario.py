@@ -75,6 +75,8 @@ class SearchFile(_Part):
     time_limit: quantity("seconds") = 20.0  # type: ignore[valid-type]
     gap: pydantic.StrictFloat = pydantic.Field(default=0.01, ge=0, lt=1)
     top: Count = pydantic.Field(default=5, ge=1)
+    predict_only: pydantic.StrictBool = False
+    risk_budget: pydantic.StrictFloat | None = pydantic.Field(default=None, ge=0)
 
 
 class VariantFile(_Part):
@@ -148,11 +150,17 @@ class Pins:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """`time_limit` [s], `gap`: relative gap at which the search may stop, `top`: plans to keep."""
+    """`time_limit` [s], `gap`: relative gap at which the search may stop, `top`: plans to keep.
+
+    `predict_only` admits options that no code here can execute (the plan says so and `run` refuses it). `risk_budget`: numeric risk that all blocks together
+    may take, in bf16 blocks (`planner.space.RISK`); None: no limit.
+    """
 
     time_limit: float = 20.0
     gap: float = 0.01
     top: int = 5
+    predict_only: bool = False
+    risk_budget: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +323,7 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
     pins = Pins(layout=parsed.layout.model_dump(exclude_none=True), exclude=exclude,
                 **{name: getattr(parsed, name) for name in ("local_batch", "accumulation", "batching", "transport", "execution", "precision",
                                                             "checkpoint", "sharding")})
-    search = SearchOptions(time_limit=parsed.search.time_limit, gap=parsed.search.gap, top=parsed.search.top)
+    search = SearchOptions(**{name: getattr(parsed.search, name) for name in SearchFile.model_fields})
     return ResolvedScenario(name=parsed.name or document.file.stem, description=parsed.description, cluster=cluster, model=parsed.model.build(),
                             workload=parsed.workload.build(), pins=pins, search=search, tolerance=parsed.tolerance, seed=parsed.seed,
                             path=document.file, changes=changes)

@@ -1,11 +1,14 @@
 """Solving a PuLP model with HiGHS, and believing nothing that the solver did not prove.
 
-- PuLP reports `Optimal` whenever HiGHS holds any feasible point, also at a time limit. Status, gap and dual bound are therefore read from HiGHS itself:
+- PuLP reports `Optimal` whenever HiGHS holds any feasible point, also at a time limit. Status, gap and dual bound are therefore
+read from HiGHS itself:
   a limit reached is `feasible` with its gap, never `optimal`.
-- An infeasible integer program can leave fractional column values behind. Values leave this module only after every variable's bounds and integrality
+- An infeasible integer program can leave fractional column values behind. Values leave this module only after every variable's
+bounds and integrality
   and every constraint of the model were re-evaluated here, in Python, on the rounded values; else `SolverError`.
 - The objective's constant is not passed to HiGHS by PuLP: it is added to the dual bound here.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -32,9 +35,10 @@ class SolverError(RuntimeError):
 class Solution:
     """What was proven.
 
-    status: `optimal` (gap within what was asked), `feasible` (a limit was reached, `gap` is true), `infeasible` (proven), `no_solution` (a limit was
-    reached before any point was found). `objective`, `bound` (proven lower bound) and `gap` = (objective - bound) / |objective| are None where there is none.
-    `values` maps variable names to rounded, re-checked values; empty without a solution. `duals` maps constraint names to the multipliers of an LP.
+    status: `optimal` (gap within what was asked), `feasible` (a limit was reached, `gap` is true), `infeasible` (proven),
+    `no_solution` (a limit was reached before any point was found). `objective`, `bound` (proven lower bound) and `gap` =
+    (objective - bound) / |objective| are None where there is none. `values` maps variable names to rounded, re-checked values;
+    empty without a solution. `duals` maps constraint names to the multipliers of an LP.
     """
 
     status: Status
@@ -53,7 +57,8 @@ class Solution:
 def solve(problem: pulp.LpProblem, *, time_limit: float | None = None, gap: float = 1e-4, relax: bool = False) -> Solution:
     """Minimises `problem` (sense must be minimise). One thread and a fixed seed, so that equal models give equal solutions.
 
-    `time_limit` [s]; `gap` relative; `relax` drops integrality and returns the LP's duals. Raises SolverError when a returned point fails the re-check.
+    `time_limit` [s]; `gap` relative; `relax` drops integrality and returns the LP's duals. Raises SolverError when a returned
+    point fails the re-check.
     """
     if problem.sense != pulp.LpMinimize:
         raise ValueError("only minimisation is supported")
@@ -77,7 +82,7 @@ def solve(problem: pulp.LpProblem, *, time_limit: float | None = None, gap: floa
     solution = _checked(problem, values, bound=bound, asked=gap, finished=finished, seconds=seconds, relax=relax)
     if relax and finished:
         duals = highs.getSolution().row_dual
-        solution = dataclasses.replace(solution, duals={name: duals[i] for i, name in enumerate(problem.constraints)})
+        solution = dataclasses.replace(solution, duals={name: duals[i] for i, name in enumerate(c.name for c in problem.constraints())})
     return solution
 
 
@@ -89,7 +94,8 @@ def _bound(problem: pulp.LpProblem, info: highspy.HighsInfo, relax: bool, finish
 
 
 def _rounded(problem: pulp.LpProblem, columns: list[float], relax: bool) -> dict[str, float]:
-    """Integer columns to the nearest integer; one that is further than 1e-5 from an integer is a fractional answer and refused."""
+    """Integer columns to the nearest integer; one that is further than 1e-5 from an integer is a fractional answer and
+    refused."""
     values = {}
     for variable, value in zip(problem.variables(), columns):
         if variable.cat == pulp.LpInteger and not relax:
@@ -101,8 +107,16 @@ def _rounded(problem: pulp.LpProblem, columns: list[float], relax: bool) -> dict
     return values
 
 
-def _checked(problem: pulp.LpProblem, values: dict[str, float], *, bound: float | None, asked: float, finished: bool, seconds: float,
-             relax: bool) -> Solution:
+def _checked(
+    problem: pulp.LpProblem,
+    values: dict[str, float],
+    *,
+    bound: float | None,
+    asked: float,
+    finished: bool,
+    seconds: float,
+    relax: bool,
+) -> Solution:
     faults = violations(problem, values, relax=relax)
     if faults:
         raise SolverError(f"{problem.name}: the solver's point violates {len(faults)} constraint(s): {'; '.join(faults[:3])}")
@@ -129,11 +143,11 @@ def violations(problem: pulp.LpProblem, values: dict[str, float], *, relax: bool
             faults.append(f"{variable.name} = {value:.9g} > {variable.upBound:.9g}")
         if variable.cat == pulp.LpInteger and not relax and value != round(value):
             faults.append(f"{variable.name} = {value:.9g} is not an integer")
-    for name, constraint in problem.constraints.items():
+    for constraint in problem.constraints():
         terms = [c * values[v.name] for v, c in constraint.items()]
         total, right = math.fsum(terms), -constraint.constant
         slack = TOLERANCE * max(1.0, abs(right), max(map(abs, terms), default=0.0))
         over = {pulp.LpConstraintLE: total - right, pulp.LpConstraintGE: right - total, pulp.LpConstraintEQ: abs(total - right)}[constraint.sense]
         if over > slack:
-            faults.append(f"{name} by {over:.6g} (left {total:.9g}, right {right:.9g})")
+            faults.append(f"{constraint.name} by {over:.6g} (left {total:.9g}, right {right:.9g})")
     return faults

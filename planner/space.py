@@ -3,14 +3,15 @@
 Legal layouts (docs/search.md has the reasons):
 
     world = ddp x fsdp = sparse_group x sparse_replicas
-    fsdp, sparse_group   fill hosts or divide one: a group that straddles hosts unevenly would wait for its worst link on every collective
-    fsdp                 stays inside a zone: parameters are gathered every layer, the spine is too thin for that
+    fsdp, sparse_group   fill hosts or divide one: a group that straddles hosts unevenly would wait for its worst link on every
+    collective fsdp                 stays inside a zone: parameters are gathered every layer, the spine is too thin for that
     ep                   1 without experts; else divides fsdp and a host
     global batch         = local_batch x accumulation x world, exactly
 
-An option that the runtime cannot execute is predict-only and has its reason in `PREDICT_ONLY`; it enters only when the scenario allows it
-(`search: {predict_only: true}`) or pins it. Whatever stays out is listed with why.
+An option that the runtime cannot execute is predict-only and has its reason in `PREDICT_ONLY`; it enters only when the scenario
+allows it (`search: {predict_only: true}`) or pins it. Whatever stays out is listed with why.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -45,19 +46,25 @@ EXECUTABLE = {
     "execution": ("eager",),
 }
 PREDICT_ONLY = {
-    "fp8_tensor": "the runtime has no fp8 linear layers yet", "fp8_row": "the runtime has no fp8 linear layers yet",
-    "fp8_block": "the runtime has no fp8 linear layers yet", "mxfp8": "the runtime has no MXFP8 linear layers yet",
+    "fp8_tensor": "the runtime has no fp8 linear layers yet",
+    "fp8_row": "the runtime has no fp8 linear layers yet",
+    "fp8_block": "the runtime has no fp8 linear layers yet",
+    "mxfp8": "the runtime has no MXFP8 linear layers yet",
     "quantized": "the runtime does not store saved activations in 8 bits yet",
-    "data_parallel": "the runtime shards every table", "host_cached": "the runtime keeps every table in device memory",
-    "ncclx": "NCCLX is not part of PyTorch's releases", "copy_engine": "copy-engine collectives are not wired into the runtime",
-    "compile": "the runtime does not compile its blocks yet", "cuda_graph": "the runtime does not capture graphs yet",
-    "fully_sharded_2d": "the runtime has plain 2D only", "sync_every": "the runtime averages replicas at every step",
+    "data_parallel": "the runtime shards every table",
+    "host_cached": "the runtime keeps every table in device memory",
+    "ncclx": "NCCLX is not part of PyTorch's releases",
+    "copy_engine": "copy-engine collectives are not wired into the runtime",
+    "compile": "the runtime does not compile its blocks yet",
+    "cuda_graph": "the runtime does not capture graphs yet",
+    "fully_sharded_2d": "the runtime has plain 2D only",
+    "sync_every": "the runtime averages replicas at every step",
 }
 RISK = {"fp32": 0.0, "bf16": 1.0, "fp8_block": 2.0, "mxfp8": 2.0, "fp8_row": 2.5, "fp8_tensor": 3.0}
-"""Numeric risk of a block under a number format, in bf16 blocks. [Assumed: an ordering by scale granularity, not a measurement]"""
+"""Numeric risk of a block under a number format, in bf16 blocks. [Assumed: an ordering by scale granularity, not a
+measurement]"""
 HIGH_PRECISION_KINDS = ("sequence_input", "summary", "heads")
 """Block kinds that keep 16 bits or more: their inputs are raw embeddings or their outputs are logits."""
-
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,20 +118,33 @@ class Candidates:
 
     def layout(self, i: int) -> Layout:
         c = self.columns
-        return Layout(ddp=int(c["ddp"][i]), fsdp=int(c["fsdp"][i]), ep=int(c["ep"][i]), sparse_group=int(c["sparse_group"][i]),
-                      sparse_replicas=int(c["sparse_replicas"][i]), fully_sharded_2d=bool(c["fully_sharded_2d"][i]), sync_every=int(c["sync_every"][i]),
-                      reshard_after_forward=bool(c["reshard_after_forward"][i]))
+        return Layout(
+            ddp=int(c["ddp"][i]),
+            fsdp=int(c["fsdp"][i]),
+            ep=int(c["ep"][i]),
+            sparse_group=int(c["sparse_group"][i]),
+            sparse_replicas=int(c["sparse_replicas"][i]),
+            fully_sharded_2d=bool(c["fully_sharded_2d"][i]),
+            sync_every=int(c["sync_every"][i]),
+            reshard_after_forward=bool(c["reshard_after_forward"][i]),
+        )
 
     def options(self, i: int) -> dict[str, object]:
         """The job options of candidate i as fields of Plan."""
         c = self.columns
-        return {"local_batch": int(c["local_batch"][i]), "accumulation": int(c["accumulation"][i]), "batching": BATCHINGS[c["batching"][i]],
-                "transport": TRANSPORTS[c["transport"][i]], "execution": EXECUTIONS[c["execution"][i]]}
+        return {
+            "local_batch": int(c["local_batch"][i]),
+            "accumulation": int(c["accumulation"][i]),
+            "batching": BATCHINGS[c["batching"][i]],
+            "transport": TRANSPORTS[c["transport"][i]],
+            "execution": EXECUTIONS[c["execution"][i]],
+        }
 
     def describe(self, i: int) -> str:
         o = self.options(i)
         sync = f" sync{self['sync_every'][i]}" if self["sync_every"][i] > 1 else ""
-        return f"{self.layout(i).short}{sync} batch {o['local_batch']}x{o['accumulation']} {o['batching']} {o['transport']} {o['execution']}"
+        batch = f"batch {o['local_batch']}x{o['accumulation']}"
+        return f"{self.layout(i).short}{sync} {batch} {o['batching']} {o['transport']} {o['execution']}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +163,29 @@ def build_space(scenario: ResolvedScenario) -> Space:
     allow = scenario.search.predict_only
     dense, sparse = _dense(scenario, log), _sparse(scenario, log, allow)
     batches = _batches(scenario, log)
-    jobs = [_job_options(scenario, what, known, log, allow) for what, known in
-            (("batching", BATCHINGS), ("transport", TRANSPORTS), ("execution", EXECUTIONS))]
+    jobs = [
+        _job_options(scenario, what, known, log, allow)
+        for what, known in (("batching", BATCHINGS), ("transport", TRANSPORTS), ("execution", EXECUTIONS))
+    ]
     reshard = _reshard(scenario, log)
     parts = [np.array(part, dtype=np.int64).reshape(len(part), -1) for part in (dense, sparse, reshard, batches, *jobs)]
     grid = np.meshgrid(*[np.arange(len(p)) for p in parts], indexing="ij")
     table = np.concatenate([p[g.ravel()] for p, g in zip(parts, grid)], axis=1)
-    order = ("ddp", "fsdp", "ep", "sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "reshard_after_forward", "local_batch",
-             "accumulation", "batching", "transport", "execution")
+    order = (
+        "ddp",
+        "fsdp",
+        "ep",
+        "sparse_group",
+        "sparse_replicas",
+        "fully_sharded_2d",
+        "sync_every",
+        "reshard_after_forward",
+        "local_batch",
+        "accumulation",
+        "batching",
+        "transport",
+        "execution",
+    )
     columns = {name: table[:, i] for i, name in enumerate(order)}
     keep = np.ones(len(table), dtype=bool)
     # Without sharded parameters there is nothing to reshard: one of the two is the same job as the other.
@@ -163,11 +198,17 @@ def build_space(scenario: ResolvedScenario) -> Space:
         keep &= ~match
         log.append(Excluded(what=f"layouts {partial}", why=f"excluded by the scenario ({int(match.sum())} candidates)", kind="excluded"))
     if not keep.any():
-        raise UsageError(f"scenario {scenario.name}: pins and exclusions leave no candidate: layout {scenario.pins.layout}, exclusions "
-                         f"{[dict(p) for p in scenario.pins.exclude.layouts]}")
+        raise UsageError(
+            f"scenario {scenario.name}: pins and exclusions leave no candidate: layout {scenario.pins.layout}, exclusions "
+            f"{[dict(p) for p in scenario.pins.exclude.layouts]}"
+        )
     choices = {r.name: _region_choices(scenario, r, log, allow) for r in regions(scenario.model)}
-    return Space(candidates=Candidates(columns={k: v[keep] for k, v in columns.items()}), regions=choices, excluded=tuple(dict.fromkeys(log)),
-                 predict_only=allow)
+    return Space(
+        candidates=Candidates(columns={k: v[keep] for k, v in columns.items()}),
+        regions=choices,
+        excluded=tuple(dict.fromkeys(log)),
+        predict_only=allow,
+    )
 
 
 def divisors(n: int) -> list[int]:
@@ -186,7 +227,9 @@ def _dense(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, i
     zone = cluster.scope_size("zone")
     found = []
     if pins.get("ep", 1) != 1:
-        raise UsageError(f"scenario {scenario.name}: layout.ep {pins['ep']} needs expert blocks, which model {scenario.model.name} does not have; legal: 1")
+        raise UsageError(
+            f"scenario {scenario.name}: layout.ep {pins['ep']} needs expert blocks, which model {scenario.model.name} does not have; legal: 1"
+        )
     for fsdp in divisors(cluster.num_ranks):
         name = f"fsdp {fsdp}"
         if not _fits_hosts(fsdp, cluster.devices_per_host):
@@ -215,7 +258,7 @@ def _sparse(scenario: ResolvedScenario, log: list[Excluded], allow: bool) -> lis
         for full, sync in itertools.product((False, True), SYNC_EVERY):
             if (replicas == 1 and (full or sync > 1)) or (full and sync > 1):
                 continue  # one replica has nothing to average or to shard over; fully sharded 2D reduces every step
-            if "fully_sharded_2d" in pins and pins["fully_sharded_2d"] != full or pins.get("sync_every", sync) != sync:
+            if ("fully_sharded_2d" in pins and pins["fully_sharded_2d"] != full) or pins.get("sync_every", sync) != sync:
                 continue
             for what, on in (("fully_sharded_2d", full), ("sync_every", sync > 1)):
                 if on and not allow and what not in pins:
@@ -223,14 +266,22 @@ def _sparse(scenario: ResolvedScenario, log: list[Excluded], allow: bool) -> lis
                     break
             else:
                 found.append((group, replicas, int(full), sync))
-    return _or_raise(found, scenario, "sparse_group, sparse_replicas, fully_sharded_2d and sync_every", [e for e in log if e.what.startswith("sparse")])
+    return _or_raise(
+        found,
+        scenario,
+        "sparse_group, sparse_replicas, fully_sharded_2d and sync_every",
+        [e for e in log if e.what.startswith("sparse")],
+    )
 
 
 def _or_raise(found: list, scenario: ResolvedScenario, what: str, why: Iterable[Excluded]) -> list:
     if not found:
         reasons = "; ".join(f"{e.what}: {e.why}" for e in why if e.kind == "illegal")
-        raise UsageError(f"scenario {scenario.name}: no legal {what} under the pins {dict(scenario.pins.layout)} on {scenario.cluster.num_ranks} ranks"
-                         f"{' (' + reasons + ')' if reasons else ''}")
+        raise UsageError(
+            f"scenario {scenario.name}: no legal {what} under the pins {dict(scenario.pins.layout)} on "
+            f"{scenario.cluster.num_ranks} ranks"
+            f"{' (' + reasons + ')' if reasons else ''}"
+        )
     return found
 
 
@@ -248,7 +299,9 @@ def _batches(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int,
     total = scenario.workload.global_batch_on(world)
     if total % world:
         near = sorted({max(world, total // world * world), (total // world + 1) * world})
-        raise UsageError(f"scenario {scenario.name}: global batch {total} does not divide over {world} ranks; next legal: {', '.join(map(str, near))}")
+        raise UsageError(
+            f"scenario {scenario.name}: global batch {total} does not divide over {world} ranks; next legal: {', '.join(map(str, near))}"
+        )
     per_rank, pins = total // world, scenario.pins
     found = []
     for accumulation in divisors(per_rank):
@@ -260,8 +313,10 @@ def _batches(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int,
         else:
             found.append((local, accumulation))
     if not found:
-        raise UsageError(f"scenario {scenario.name}: local_batch {pins.local_batch} x accumulation {pins.accumulation} x {world} ranks is not the global "
-                         f"batch {total}; legal local batches: {', '.join(map(str, divisors(per_rank)))}")
+        raise UsageError(
+            f"scenario {scenario.name}: local_batch {pins.local_batch} x accumulation {pins.accumulation} x {world} ranks "
+            f"is not the global batch {total}; legal local batches: {', '.join(map(str, divisors(per_rank)))}"
+        )
     return found
 
 
@@ -278,7 +333,9 @@ def _job_options(scenario: ResolvedScenario, what: str, known: tuple[str, ...], 
             reason = Excluded(what=f"{what} {name}", why="the model has no sequences", kind="illegal")
         log.append(reason) if reason else found.append((index,))
     if not found:
-        raise UsageError(f"scenario {scenario.name}: {what}: every option is out: " + "; ".join(f"{e.what}: {e.why}" for e in log if e.what.startswith(what)))
+        raise UsageError(
+            f"scenario {scenario.name}: {what}: every option is out: " + "; ".join(f"{e.what}: {e.why}" for e in log if e.what.startswith(what))
+        )
     return found
 
 
@@ -299,7 +356,7 @@ def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Exclud
     precisions, policies = [], []
     for name in PRECISIONS:
         reason = _reason("precision", name, pins.option("precision", region.name), pins.excluded("precision", region.name), allow)
-        if reason is None and name not in device.native_formats and not (name in device.peak_flops):
+        if reason is None and name not in device.native_formats and name not in device.peak_flops:
             reason = Excluded(what=f"precision {name}", why=f"{device.name} has no native {name}", kind="illegal")
         if reason is None and RISK[name] > RISK["bf16"] and region.kind in HIGH_PRECISION_KINDS and pins.option("precision", region.name) is None:
             reason = Excluded(what=f"precision {name} in {region.name}", why="inputs and last layers keep 16 bits or more", kind="illegal")
@@ -315,17 +372,20 @@ def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Exclud
             policies.append(name)
     if not precisions or not policies:
         mine = [e for e in log if e.what.startswith(("precision", "checkpoint"))]
-        raise UsageError(f"scenario {scenario.name}: region {region.name} has no {'precision' if not precisions else 'checkpoint policy'} left: "
-                         + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in mine)))
+        raise UsageError(
+            f"scenario {scenario.name}: region {region.name} has no "
+            f"{'precision' if not precisions else 'checkpoint policy'} left: " + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in mine))
+        )
     return tuple(RegionChoice(precision=p, checkpoint=c, risk=RISK[p]) for p in precisions for c in policies)
 
 
-def table_choices(scenario: ResolvedScenario, table: TableGroup, group: int, *, allow: bool,
-                  log: list[Excluded] | None = None) -> tuple[TableChoice, ...]:
+def table_choices(
+    scenario: ResolvedScenario, table: TableGroup, group: int, *, allow: bool, log: list[Excluded] | None = None
+) -> tuple[TableChoice, ...]:
     """The legal sharding choices of one table of `table` in a sparse group of `group` ranks.
 
-    A pin or exclusion for any table of the group holds for all (identical tables are tied). Column shards are at least MIN_COLUMNS wide and at most a group's
-    ranks in number; row shards hold at least one row each.
+    A pin or exclusion for any table of the group holds for all (identical tables are tied). Column shards are at least
+    MIN_COLUMNS wide and at most a group's ranks in number; row shards hold at least one row each.
     """
     log = [] if log is None else log
     pins, name = scenario.pins, table.names[0]
@@ -350,17 +410,26 @@ def table_choices(scenario: ResolvedScenario, table: TableGroup, group: int, *, 
             shards = {"table_wise": 1, "host_cached": 1, "table_row_wise": local}.get(sharding, group)
             found.append(TableChoice(sharding=sharding, num_shards=shards))
     if not found:
-        raise UsageError(f"scenario {scenario.name}: table {table.name} has no sharding left in a sparse group of {group}: "
-                         + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in log if e.what.startswith("sharding"))))
+        raise UsageError(
+            f"scenario {scenario.name}: table {table.name} has no sharding left in a sparse group of {group}: "
+            + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in log if e.what.startswith("sharding")))
+        )
     return tuple(found)
 
 
-def predict_only_reasons(*, layout: Layout, options: dict[str, object], precisions: Iterable[str], checkpoints: Iterable[str],
-                         shardings: Iterable[str]) -> tuple[str, ...]:
+def predict_only_reasons(
+    *, layout: Layout, options: dict[str, object], precisions: Iterable[str], checkpoints: Iterable[str], shardings: Iterable[str]
+) -> tuple[str, ...]:
     """Why no code here can execute a plan with these options; empty when it can."""
-    used = {"precision": set(precisions), "checkpoint": set(checkpoints), "sharding": set(shardings),
-            **{what: {options[what]} for what in ("batching", "transport", "execution")}}
-    reasons = [f"{what} {name}: {PREDICT_ONLY[name]}" for what, names in used.items() for name in sorted(map(str, names)) if name not in EXECUTABLE[what]]
+    used = {
+        "precision": set(precisions),
+        "checkpoint": set(checkpoints),
+        "sharding": set(shardings),
+        **{what: {options[what]} for what in ("batching", "transport", "execution")},
+    }
+    reasons = [
+        f"{what} {name}: {PREDICT_ONLY[name]}" for what, names in used.items() for name in sorted(map(str, names)) if name not in EXECUTABLE[what]
+    ]
     if layout.fully_sharded_2d:
         reasons.append(f"fully_sharded_2d: {PREDICT_ONLY['fully_sharded_2d']}")
     if layout.sync_every > 1:
