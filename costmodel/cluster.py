@@ -32,9 +32,10 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTier:
-    """A tier of links: `bandwidth` [bytes/s per rank and direction], `latency` [s per hop], `scope`: how many ranks it joins.
+    """A tier of links: `bandwidth` [bytes/s per rank and direction], `latency` [s per hop of a bulk transfer], `scope`: how many ranks it joins.
 
-    `oversubscription` n: n ranks' worth of traffic share one rank's bandwidth when all cross the tier at once.
+    `oversubscription` n: n ranks' worth of traffic share one rank's bandwidth when all cross the tier at once. `in_network_reduction`: switches reduce
+    (NVLS, SHARP), which serves all-reduce only; off unless the cluster is known to allow it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LinkTier:
     bandwidth: float
     latency: float
     oversubscription: float = 1.0
+    in_network_reduction: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
