@@ -11,8 +11,11 @@ of the dtype:
     elementwise       0;            add, mul e 3mn; cat e 2mn  backward add 0, mul e 5mn, cat e 2mn
     segment_mean      0;            e (m + s) n                backward e (m + s) n      mean and last event of every segment
     bce               0;            12m                        backward 12m              logits, labels, weights in fp32
-    embedding_lookup  0;            8 ids + e 2 ids dim        pooled: rows read, bags written
+    unique            0;            32 ids                     ids sorted and made unique, inverse kept
+    embedding_lookup  0;            8 ids + e 2 ids dim        backward (spread rows back to unique ones) the same
     embedding_update  0;            8 ids + 4 ids dim + 2 e unique dim + state
+    fsdp_gather       0;            8 parameters               one FSDP unit's copies and bookkeeping around an all-gather, its wait left out
+    fsdp_reduce       0;            8 parameters               the same around its gradients' reduce-scatter
     adamw             0;            28 parameters: p, m, v read and written, gradient read, fp32
     cast              0;            (source + target bytes) mn between fp32 and the dtype
     input             0;            8 (samples + events)       host work: a batch built and copied
@@ -160,7 +163,12 @@ KINDS: dict[str, OpKind] = {
                            bytes=lambda f, v, e, p: e * (f["m"] + f["segments"]) * f["n"]),
     "bce": OpKind(features=("m",), phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: 12 * f["m"]),
     "cast": OpKind(features=_ROW, phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: (4 + e) * f["m"] * f["n"]),
-    "embedding_lookup": OpKind(features=_EMBEDDING, phases=(FORWARD,), variants=("pooled", "sequence"), flops=_zero,
+    "unique": OpKind(features=("ids",), phases=(FORWARD,), variants=("",), flops=_zero, bytes=lambda f, v, e, p: 32 * f["ids"]),
+    "fsdp_gather": OpKind(features=("parameters", "tensors"), phases=(STEP,), variants=("",), flops=_zero,
+                          bytes=lambda f, v, e, p: 8 * f["parameters"]),
+    "fsdp_reduce": OpKind(features=("parameters", "tensors"), phases=(STEP,), variants=("",), flops=_zero,
+                          bytes=lambda f, v, e, p: 8 * f["parameters"]),
+    "embedding_lookup": OpKind(features=_EMBEDDING, phases=_BOTH, variants=("pooled", "sequence"), flops=_zero,
                                bytes=lambda f, v, e, p: 8 * f["ids"] + 2 * e * f["ids"] * f["dim"]),
     "embedding_update": OpKind(features=_EMBEDDING, phases=(STEP,), variants=("rowwise_adagrad", "sgd", "adam"), flops=_zero,
                                bytes=_update_bytes),

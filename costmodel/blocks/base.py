@@ -170,6 +170,11 @@ class Block(abc.ABC):
         """Forward FLOPs executed above the convention, which counts causal attention as half the square: the diagonal's half."""
         return 0.0
 
+    def workspace_bytes(self, batch: BatchShape, precision: str) -> float:
+        """Bytes of the tensors that only live around the largest matrix product: its input, its output and the gradient of each."""
+        return max((2 * dtype_bytes(activation_dtype(precision)) * (f["m"] * (f["k"] + f["n"]))
+                    for f in (dict(op.features) for op in self.forward(batch, precision) if op.kind == "linear")), default=0.0)
+
     def recomputed(self, batch: BatchShape, precision: str, policy: str) -> tuple[Op, ...]:
         """Ops that run again before this block's backward."""
         if policy in ("none", "quantized"):

@@ -1,0 +1,188 @@
+"""Device memory of one rank by category and by phase; the peak and the phase that makes it.
+
+Every parameter `(d0, ...)` is sharded on d0 over the fsdp group, padded: ceil(d0 / fsdp) rows on the first rank.
+
+    parameters             4 bytes x sharded elements (fp32 masters)
+    gradients              the same, from a region's backward to the optimizer (all the time with accumulation)
+    optimizer              8 bytes x sharded elements (AdamW: two fp32 moments)
+    tables, table_state    the fullest rank's shards; rowwise Adagrad 4 bytes a row, Adam 8 bytes a weight, SGD none; an unknown one is an
+                           error. Plain 2D: every replica holds its shard whole. Fully sharded 2D: 1 / replicas of it at rest, and the
+                           whole shard of the tables in flight from the gather to the lookup and the update
+    saved_activations      per region and checkpoint policy (costmodel/blocks/base.py), of one micro-batch
+    unsharded_parameters   fsdp > 1: gathered parameters in their compute dtype; two neighbouring blocks when resharded after forward,
+                           else all of them from their forward to their backward; plus the unsharded gradient of one block
+    input                  `INPUT_BATCHES` batches in the pipeline: int64 ids and offsets, fp32 dense features and labels
+    buffers                rows and gradients on the wire, and the communicators' own buffers (GPU)
+    overhead               CUDA context and the allocator's slack: from the calibration, else assumed
+
+    forward end = parameters + optimizer + tables + table_state + input + buffers + all saved + unsharded
+    backward i  = the same - saved of the blocks behind i + recomputed saved of i + its workspace + gradients so far
+    optimizer   = parameters + gradients + optimizer + tables + table_state + input
+    reserved    = allocated x (1 + allocator slack) + context;  a plan fits when reserved <= limit
+
+On a CPU there is no caching allocator and no context: allocated = reserved, tracked tensors only.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from costmodel.blocks import BatchShape, activation_dtype
+from costmodel.calibration import Calibration
+from costmodel.ops import dtype_bytes
+from costmodel.plan import Plan
+from costmodel.quantity import Quantity, Source
+from costmodel.regions import Region, regions
+from costmodel.sparse import TableLoads, ids_per_table
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "tables", "table_state", "saved_activations", "unsharded_parameters", "input",
+              "buffers", "overhead")
+# Batches alive at once: the one computed and the one prefetched.
+INPUT_BATCHES = 2
+# Device memory held by the CUDA context, cuBLAS and Triton modules [Assumed where not measured].
+CONTEXT_BYTES = 0.9e9
+# Slack of the caching allocator over the peak that tensors need [Assumed where not measured].
+ALLOCATOR_OVERHEAD = 0.08
+# Buffers of one NCCL communicator [Assumed: 32 channels x 8.4 MB, send and receive]; dense, sparse group and replicas have one each.
+COMMUNICATOR_BYTES = 0.27e9
+_INTERVAL: dict[Source, float] = {"measured": 0.03, "interpolated": 0.05, "extrapolated": 0.10, "roofline": 0.10, "assumed": 0.15}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes per rank. categories: the most that each category reaches (not all at once); peak: allocated, with its phase; reserved: what the
+    device must give, context included; limit: what the rank may use."""
+
+    categories: dict[str, float]
+    peak: Quantity
+    reserved: Quantity
+    peak_phase: str
+    limit: float
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMemory:
+    """One block under its option: bytes kept until backward, the same with nothing dropped, workspace of its backward, unsharded parameters,
+    sharded parameters (fp32 masters)."""
+
+    region: str
+    saved: float
+    whole: float
+    workspace: float
+    unsharded: float
+    sharded: float
+
+
+def sharded_elements(region: Region, fsdp: int) -> int:
+    """Elements of one block's parameters on the fullest rank of an fsdp group."""
+    return sum(-(-shape[0] // fsdp) * math.prod(shape[1:]) for _, shape in region.block.parameters)
+
+
+def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoint: str, fsdp: int) -> BlockMemory:
+    """What one block of `region` takes under (precision, checkpoint)."""
+    block = region.block
+    low = dtype_bytes(activation_dtype(precision))
+    return BlockMemory(region=region.name, saved=block.saved_bytes(batch, precision, checkpoint),
+                       whole=block.saved_bytes(batch, precision, "none"), workspace=block.workspace_bytes(batch, precision),
+                       unsharded=low * block.num_parameters if fsdp > 1 else 0.0, sharded=4.0 * sharded_elements(region, fsdp))
+
+
+def block_memories(plan: Plan, batch: BatchShape) -> list[BlockMemory]:
+    """Every block of the model in forward order under the plan's options. Raises ValueError where options and blocks do not match."""
+    options = {r.region: r.options for r in plan.regions}
+    known = regions(plan.model)
+    if set(options) != {r.name for r in known}:
+        raise ValueError(f"plan regions {sorted(options)} are not the model's {sorted(r.name for r in known)}")
+    blocks: list[BlockMemory] = []
+    for region in known:
+        if sum(o.count for o in options[region.name]) != region.count:
+            raise ValueError(f"region {region.name}: options cover {sum(o.count for o in options[region.name])} of {region.count} blocks")
+        for option in options[region.name]:
+            one = option_memory(region, batch, precision=option.precision, checkpoint=option.checkpoint, fsdp=plan.layout.fsdp)
+            blocks += [one] * option.count
+    return blocks
+
+
+def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibration | None) -> Memory:
+    """Memory of the fullest rank; formulas in the module docstring."""
+    blocks = block_memories(plan, batch)
+    parameters = sum(b.sharded for b in blocks)
+    tables, state = float(loads.weights.max(initial=0.0)), float(loads.state.max(initial=0.0))
+    in_flight = 0.0
+    if plan.layout.fully_sharded_2d and plan.layout.sparse_replicas > 1:
+        in_flight = tables + state
+        tables, state = tables / plan.layout.sparse_replicas, state / plan.layout.sparse_replicas
+    inputs = INPUT_BATCHES * input_bytes(plan, batch)
+    gpu = plan.cluster.device.kind == "gpu"
+    buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * _communicators(plan) if gpu else 0.0)
+    resting = parameters + 2 * parameters + tables + state + inputs + buffers
+    dense, phase = _dense_peak(blocks, plan)
+    peaks = {phase: resting + dense, "optimizer": resting + parameters, "sparse": resting + in_flight}
+    peak_phase = max(peaks, key=lambda name: peaks[name])
+    peak = peaks[peak_phase]
+    overhead, source = _overhead(peak, calibration) if gpu else (0.0, "interpolated")
+    width = _INTERVAL[source]
+    reserved = peak + overhead
+    limit = plan.cluster.usable_memory
+    categories = {
+        "parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters, "tables": tables + in_flight, "table_state": state,
+        "saved_activations": sum(b.saved for b in blocks), "unsharded_parameters": _unsharded(blocks, plan), "input": inputs,
+        "buffers": buffers, "overhead": overhead,
+    }
+    return Memory(categories=categories, peak=Quantity.relative(peak, width, width, source), peak_phase=peak_phase, limit=limit,
+                  reserved=Quantity.relative(reserved, width, width, source), fits=reserved <= limit)
+
+
+def _unsharded(blocks: list[BlockMemory], plan: Plan) -> float:
+    """The most unsharded parameters at once, and one block's unsharded gradient."""
+    if not plan.layout.reshard_after_forward:
+        return sum(b.unsharded for b in blocks) + max(b.unsharded for b in blocks)
+    pairs = [a.unsharded + b.unsharded for a, b in zip(blocks, blocks[1:])]
+    return max(pairs, default=blocks[0].unsharded) + max(b.unsharded for b in blocks)
+
+
+def _dense_peak(blocks: list[BlockMemory], plan: Plan) -> tuple[float, str]:
+    """(bytes over the resting ones, phase) of the largest moment from the end of forward through backward."""
+    keep = not plan.layout.reshard_after_forward
+    gradients = sum(b.sharded for b in blocks) if plan.accumulation > 1 else 0.0
+    saved, unsharded = sum(b.saved for b in blocks), sum(b.unsharded for b in blocks) if keep else 0.0
+    best, phase = saved + unsharded + gradients, "forward"
+    for i in range(len(blocks) - 1, -1, -1):
+        block = blocks[i]
+        gathered = unsharded if keep else block.unsharded + (blocks[i - 1].unsharded if i else 0.0)
+        here = saved + (block.whole - block.saved if block.saved < block.whole else 0.0) + block.workspace + gathered + block.unsharded + gradients
+        if here > best:
+            best, phase = here, "backward"
+        saved -= block.saved
+        unsharded -= block.unsharded if keep else 0.0
+        gradients += block.sharded if plan.accumulation == 1 else 0.0
+    return best, phase
+
+
+def input_bytes(plan: Plan, batch: BatchShape) -> float:
+    """One batch: int64 ids and offsets, fp32 dense features and labels."""
+    tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
+    ids = sum(t.count * ids_per_table(t, batch.samples, tokens) for t in plan.model.tables)
+    pooled = sum(t.count for t in plan.model.tables if t.sequence is None)
+    offsets = batch.samples * (pooled + len(tokens))
+    return 8.0 * (ids + offsets) + 4.0 * batch.samples * (plan.model.num_dense_features + len(plan.model.heads))
+
+
+def exchange_bytes(plan: Plan, loads: TableLoads) -> float:
+    """Rows sent and received, and their gradients' twin, of the fullest rank; nothing is exchanged in a group of one."""
+    if plan.layout.sparse_group == 1:
+        return 0.0
+    return 4.0 * float(loads.served.max(initial=0.0)) + 4.0 * float(loads.served.mean())
+
+
+def _communicators(plan: Plan) -> int:
+    layout = plan.layout
+    return sum(n > 1 for n in (layout.fsdp, layout.ddp, layout.sparse_group, layout.sparse_replicas))
+
+
+def _overhead(peak: float, calibration: Calibration | None) -> tuple[float, Source]:
+    """(context + allocator slack, how well they are known)."""
+    constants = calibration.constants if calibration is not None else {}
+    known: Source = "interpolated" if {"context_bytes", "allocator_overhead"} <= set(constants) else "assumed"
+    return constants.get("context_bytes", CONTEXT_BYTES) + peak * constants.get("allocator_overhead", ALLOCATOR_OVERHEAD), known

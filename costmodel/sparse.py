@@ -1,0 +1,157 @@
+"""Sparse work of one rank: ids, unique rows, rows served to others, and what its table shards weigh.
+
+A table of `rows` rows has popularities p_k = k^-a / sum j^-a (Zipf a; ids are scrambled, so hot rows spread evenly over row-wise
+shards). Of n ids drawn from it
+
+    unique(n) = sum over k of 1 - (1 - p_k)^n
+
+are distinct. In a sparse group of G ranks each rank makes its ids unique and asks the owners; the owner of a table-wise shard serves
+G unique(n) rows of full width, of one of s row-wise shards G unique(n) / s, of one of s column-wise shards G unique(n) rows of dim / s.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from costmodel.model import DTYPE_BYTES, Model, TableGroup
+from costmodel.plan import Plan, TablePlacement
+from costmodel.workload import Workload
+
+_HEAD = 2048
+_BINS = 512
+
+
+@functools.lru_cache(maxsize=4096)
+def _popularity(rows: int, zipf: float) -> tuple[np.ndarray, np.ndarray]:
+    """(probability of one row, number of such rows) with the tail in log-spaced bins; the counts sum to `rows`, the mass to 1."""
+    head = min(rows, _HEAD)
+    ranks, counts = np.arange(1, head + 1, dtype=np.float64), np.ones(head)
+    if rows > head:
+        edges = np.unique(np.round(np.geomspace(head + 0.5, rows + 0.5, _BINS + 1) - 0.5)) + 0.5
+        ranks = np.concatenate([ranks, np.sqrt(edges[:-1] * edges[1:])])
+        counts = np.concatenate([counts, np.diff(edges)])
+    weight = ranks ** -zipf
+    return weight / (weight @ counts), counts
+
+
+@functools.lru_cache(maxsize=65536)
+def expected_unique(rows: int, zipf: float, ids: float) -> float:
+    """Expected distinct rows among `ids` draws."""
+    if ids <= 0:
+        return 0.0
+    p, counts = _popularity(rows, zipf)
+    return float(min(counts @ -np.expm1(ids * np.log1p(-np.minimum(p, 1 - 1e-12))), ids, rows))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWork:
+    """One table group on one rank and micro-batch: ids drawn by all its tables, their distinct rows, and where they go.
+
+    dim: width of an output row; served_rows, served_width: rows looked up here for the whole sparse group, and their mean width;
+    storage_rows: rows held here; distinct_served: distinct rows among those of a whole step, which the update touches.
+    """
+
+    table: TableGroup
+    ids: float
+    unique: float
+    served_rows: float
+    served_width: float
+    storage_rows: float
+    distinct_served: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableLoads:
+    """Bytes by rank of a sparse group, `(G,)` each: weights, optimizer state, weights in host memory; served: elements of rows served per
+    micro-batch; held: table group name -> (rows served, elements served, rows held, distinct rows of a step) by rank, `(4, G)`."""
+
+    weights: np.ndarray
+    state: np.ndarray
+    host_weights: np.ndarray
+    served: np.ndarray
+    held: dict[str, np.ndarray]
+
+
+def ids_per_table(table: TableGroup, samples: float, tokens: dict[str, float]) -> float:
+    """Ids that one table of the group sees in a micro-batch of `samples` samples and `tokens` events by sequence."""
+    return tokens[table.sequence] if table.sequence is not None else samples * table.ids_per_sample
+
+
+def skew(table: TableGroup, name: str, workload: Workload) -> float:
+    """The Zipf exponent of table `name` of the group: the workload's, by table or group, else the model's."""
+    return workload.zipf.get(name, workload.zipf.get(table.name, table.zipf))
+
+
+def state_bytes(table: TableGroup, rows: float, width: float) -> float:
+    """Optimizer state of a shard [bytes]. Raises ValueError for an optimizer that the runtime does not have."""
+    if table.optimizer == "rowwise_adagrad":
+        return 4.0 * rows
+    if table.optimizer == "adam":
+        return 8.0 * rows * width
+    if table.optimizer == "sgd":
+        return 0.0
+    raise ValueError(f"table {table.name}: unknown optimizer {table.optimizer!r}; known: rowwise_adagrad, sgd, adam")
+
+
+def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
+    """What every rank of a sparse group holds and serves. Raises ValueError unless each table of the model is placed exactly once."""
+    group = plan.layout.sparse_group
+    placements = _placed_once(plan.model, plan.tables)
+    weights, state, host, served = (np.zeros(group) for _ in range(4))
+    held: dict[str, np.ndarray] = {}
+    for table in plan.model.tables:
+        each, ids = DTYPE_BYTES[table.dtype], ids_per_table(table, plan.local_batch, tokens)
+        rows_of = held[table.name] = np.zeros((4, group))
+        for name in table.names:
+            placement = placements[name]
+            zipf = skew(table, name, plan.workload)
+            unique = group * expected_unique(table.rows, zipf, ids)
+            distinct = expected_unique(table.rows, zipf, ids * group * plan.accumulation)
+            ranks, rows, width = _cut(placement, table, group)
+            share = rows / table.rows
+            values = np.stack([unique * share, unique * share * width, rows, distinct * share])
+            if placement.sharding == "data_parallel":
+                values[:2] /= group
+            np.add.at(rows_of, (slice(None), ranks), values)
+            np.add.at(served, ranks, values[1])
+            np.add.at(host if placement.sharding == "host_cached" else weights, ranks, rows * width * each)
+            np.add.at(state, ranks, state_bytes(table, 1.0, width) * rows)
+    return TableLoads(weights=weights, state=state, host_weights=host, served=served, held=held)
+
+
+def _cut(placement: TablePlacement, table: TableGroup, group: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """(rank of each shard, its rows, width of every shard)."""
+    if placement.sharding in ("row_wise", "table_row_wise") and not placement.ranks:
+        step = -(-table.rows // group)
+        rows = np.clip(table.rows - step * np.arange(group), 0, step).astype(np.float64)
+        return np.arange(group), rows, float(table.dim)
+    shards = placement.shards(table.rows, table.dim, group)
+    return (np.array([s.rank for s in shards]), np.array([float(s.row_end - s.row_begin) for s in shards]),
+            float(shards[0].col_end - shards[0].col_begin))
+
+
+def _placed_once(model: Model, placements: tuple[TablePlacement, ...]) -> dict[str, TablePlacement]:
+    placed = {p.table: p for p in placements}
+    names = [n for t in model.tables for n in t.names]
+    if len(placed) != len(placements):
+        twice = sorted(n for n in placed if sum(p.table == n for p in placements) > 1)
+        raise ValueError(f"tables placed twice: {', '.join(twice[:5])}")
+    missing, extra = [n for n in names if n not in placed], sorted(set(placed) - set(names))
+    if missing or extra:
+        raise ValueError(f"tables without a placement: {', '.join(missing[:5]) or 'none'}; placements without a table: {', '.join(extra[:5]) or 'none'}")
+    return placed
+
+
+def group_work(plan: Plan, loads: TableLoads, rank: int, tokens: dict[str, float]) -> tuple[GroupWork, ...]:
+    """The work of `rank` (its place in the sparse group) by table group."""
+    work = []
+    for table in plan.model.tables:
+        ids = ids_per_table(table, plan.local_batch, tokens)
+        unique = sum(expected_unique(table.rows, skew(table, name, plan.workload), ids) for name in table.names) if plan.workload.zipf else (
+            table.count * expected_unique(table.rows, table.zipf, ids))
+        rows, elements, storage, distinct = loads.held[table.name][:, rank]
+        work.append(GroupWork(table=table, ids=ids * table.count, unique=unique, served_rows=float(rows), storage_rows=float(storage),
+                              served_width=float(elements / rows) if rows else float(table.dim), distinct_served=float(distinct)))
+    return tuple(work)
