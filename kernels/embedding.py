@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._checks import accumulate_dtype, check_offsets, check_same_device, validate_ids, validate_offsets
+from kernels._checks import accumulate_dtype, check_offsets, check_same_device, register_cuda, validate_ids, validate_offsets
 from kernels._rounding import stochastic_round_bf16
 
 __all__ = ["embedding_backward_update_", "embedding_pooled", "embedding_sequence", "new_optimizer_state", "validate_ids"]
@@ -308,3 +308,12 @@ def _(
     weight, state1, state2, grad_out, ids, offsets, optimizer, mean, lr, eps, beta1, beta2, step, weight_decay, seed
 ) -> None:  # fmt: skip
     return None
+
+
+for _op, _name in (
+    (_embedding_pooled, "embedding_pooled"),
+    (_embedding_sequence, "embedding_sequence"),
+    (_embedding_dense_grad, "embedding_dense_grad"),
+    (_embedding_update, "embedding_update_"),
+):
+    register_cuda(_op, "kernels._embedding_triton", _name)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._checks import accumulate_dtype, check_offsets, check_same_device, validate_ids, validate_offsets
+from kernels._checks import accumulate_dtype, check_offsets, check_same_device, register_cuda, validate_ids, validate_offsets
 
 __all__ = [
     "jagged_broadcast",
@@ -467,3 +467,17 @@ def _broadcast_backward(ctx, grad: Tensor):
 
 _jagged_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 _jagged_broadcast.register_autograd(_broadcast_backward, setup_context=_broadcast_setup)
+
+
+for _op, _name in (
+    (_jagged_to_padded, "jagged_to_padded"),
+    (_padded_to_jagged, "padded_to_jagged"),
+    (_jagged_concat, "jagged_concat"),
+    (_jagged_unconcat, "jagged_unconcat"),
+    (_jagged_gather, "jagged_gather"),
+    (_jagged_gather_grad, "jagged_gather_grad"),
+    (_jagged_elementwise, "jagged_elementwise"),
+    (_jagged_reduce, "jagged_reduce"),
+    (_jagged_broadcast, "jagged_broadcast"),
+):
+    register_cuda(_op, "kernels._jagged_triton", _name)

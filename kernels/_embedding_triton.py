@@ -1,0 +1,330 @@
+"""Triton kernels behind `kernels.embedding`.
+
+Forward: a program a bag; several table rows are in flight at once. Backward with optimizer, without atomics on data and without a
+host synchronisation:
+
+    1. prepare   (key, bag) of every id; ids outside the offsets get the key past all tables
+    2. sort      keys, stable (radix sort); equal ids become one run of sorted positions
+    3. runs      a program per tile of P sorted positions owns the runs that begin in it: it gathers their gradient rows (all loads of the
+                 tile in flight), adds them up with a segmented scan inside the tile and updates the table rows of the runs that end
+                 there. A run that goes on for less than a tile is finished from the next tile's rows. A tile that lies wholly inside a
+                 longer run only stores the sum of its rows, and the run's owner stores its share and puts the run on a list.
+    4. long runs a program per listed run adds the stored shares, then updates the one table row.
+
+Work is balanced whatever the skew: no program handles more than 2 P gradient rows, and a run of n costs n / P shares in step 4.
+Every sum has a fixed order that depends on the sorted positions alone, so results repeat bit for bit; the order of the list does not
+matter, since each entry is a different table row.
+Shapes: N ids, B bags, R table rows, D numbers a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels._checks import accumulate_dtype
+from kernels._jagged_triton import _find_rows, _steps
+from kernels._rounding_triton import stochastic_round_bf16
+
+_NO_KEY_32 = 2**31 - 1
+_NO_KEY_64 = 2**63 - 1
+
+
+# --- forward -------------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _pooled_kernel(
+    weight_ptr, ids_ptr, offsets_ptr, out_ptr, num_rows, dim, blocks_d,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    bag = (pid // blocks_d).to(tl.int64)
+    cols = (pid % blocks_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    start = tl.load(offsets_ptr + bag).to(tl.int64)
+    end = tl.load(offsets_ptr + bag + 1).to(tl.int64)
+    total = tl.zeros([ROWS, BLOCK_D], ACC)
+    for base in range(start, end, ROWS):
+        position = base + tl.arange(0, ROWS)
+        ids = tl.load(ids_ptr + position, mask=position < end, other=0).to(tl.int64)
+        if CHECK:
+            tl.device_assert((ids >= 0) & (ids < num_rows), "embedding: an id is outside the table")
+        mask = (position < end)[:, None] & (cols < dim)[None, :]
+        total += tl.load(weight_ptr + ids[:, None] * dim + cols[None, :], mask=mask, other=0.0).to(ACC)
+    out = tl.sum(total, axis=0)
+    if MEAN:
+        out = out / tl.maximum(end - start, 1).to(ACC)
+    tl.store(out_ptr + bag * dim + cols, out.to(out_ptr.dtype.element_ty), mask=cols < dim)
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_rows"])
+def _sequence_kernel(
+    weight_ptr, ids_ptr, out_ptr, num_ids, num_rows, dim, blocks_d, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr
+):
+    pid = tl.program_id(0)
+    position = (pid // blocks_d).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = (pid % blocks_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    ids = tl.load(ids_ptr + position, mask=position < num_ids, other=0).to(tl.int64)
+    if CHECK:
+        tl.device_assert((ids >= 0) & (ids < num_rows), "embedding: an id is outside the table")
+    mask = (position < num_ids)[:, None] & (cols < dim)[None, :]
+    data = tl.load(weight_ptr + ids[:, None] * dim + cols[None, :], mask=mask)
+    tl.store(out_ptr + position[:, None] * dim + cols[None, :], data, mask=mask)
+
+
+# --- backward: sorted runs -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_bags", "steps", "num_rows", "no_key"])
+def _prepare_kernel(
+    ids_ptr, offsets_ptr, keys_ptr, bags_ptr, count_ptr, num_ids, num_bags, steps, num_rows, no_key,
+    BLOCK: tl.constexpr, JAGGED: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Sort key and bag of each id, and an empty list of long runs."""
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < num_ids
+    key = tl.load(ids_ptr + position, mask=inside, other=0).to(tl.int64)
+    used = inside
+    if JAGGED:
+        bag = _find_rows(offsets_ptr, position, num_bags, steps)
+        used = used & (bag < num_bags) & (position >= tl.load(offsets_ptr).to(tl.int64))
+        tl.store(bags_ptr + position, bag.to(tl.int32), mask=inside)
+    if CHECK:
+        tl.device_assert((key >= 0) & (key < num_rows) | ~used, "embedding: an id is outside the table")
+    key = tl.where(used, key, no_key)
+    tl.store(keys_ptr + position, key.to(keys_ptr.dtype.element_ty), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(count_ptr, 0)
+
+
+@triton.jit
+def _gradient_rows(
+    grad_ptr, order_ptr, bags_ptr, offsets_ptr, position, mask, dim, cols,
+    JAGGED: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Gradient rows of sorted positions, zero where masked."""
+    source = tl.load(order_ptr + position, mask=mask, other=0).to(tl.int64)
+    if JAGGED:
+        source = tl.load(bags_ptr + source, mask=mask, other=0).to(tl.int64)
+    grads = tl.load(grad_ptr + source[:, None] * dim + cols[None, :], mask=mask[:, None] & (cols < dim)[None, :], other=0.0).to(ACC)
+    if MEAN:
+        length = tl.load(offsets_ptr + source + 1, mask=mask, other=1) - tl.load(offsets_ptr + source, mask=mask, other=0)
+        grads = grads / tl.maximum(length, 1).to(ACC)[:, None]
+    return grads
+
+
+@triton.jit
+def _apply(
+    weight_ptr, state1_ptr, state2_ptr, rows, mask, grads, old, dim, cols,
+    lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Optimizer step of table rows `rows (P,)` with summed gradients `grads (P, D)` and present values `old (P, D)`."""
+    if DECAY:
+        grads += weight_decay * old
+    place = rows[:, None] * dim + cols[None, :]
+    full = mask[:, None] & (cols < dim)[None, :]
+    if OPTIMIZER == "rowwise_adagrad":
+        squares = tl.sum(tl.where((cols < dim)[None, :], grads * grads, 0.0), axis=1) / dim
+        total = tl.load(state1_ptr + rows, mask=mask, other=0.0) + squares
+        tl.store(state1_ptr + rows, total, mask=mask)
+        new = old - (lr / (tl.sqrt(total) + eps))[:, None] * grads
+    elif OPTIMIZER == "adam":
+        momentum = tl.load(state1_ptr + place, mask=full, other=0.0)
+        momentum += (1.0 - beta1) * (grads - momentum)
+        tl.store(state1_ptr + place, momentum, mask=full)
+        variance = tl.load(state2_ptr + place, mask=full, other=0.0)
+        variance = beta2 * variance + (1.0 - beta2) * grads * grads
+        tl.store(state2_ptr + place, variance, mask=full)
+        new = old - lr * (momentum / correction1) / (tl.sqrt(variance / correction2) + eps)
+    else:
+        new = old - lr * grads
+    if ROUND:
+        tl.store(weight_ptr + place, stochastic_round_bf16(new, place, seed), mask=full)
+    else:
+        tl.store(weight_ptr + place, new.to(weight_ptr.dtype.element_ty), mask=full)
+
+
+@triton.jit
+def _segment_add(value_a, head_a, value_b, head_b):
+    return tl.where(head_b != 0, value_b, value_a + value_b), head_a | head_b
+
+
+@triton.jit(do_not_specialize=["num_ids", "no_key", "seed", "step"])
+def _runs_kernel(
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, order_ptr, bags_ptr, offsets_ptr, shares_ptr, list_ptr, count_ptr,
+    num_ids, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed,
+    P: tl.constexpr, BLOCK_D: tl.constexpr, JAGGED: tl.constexpr, MEAN: tl.constexpr,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Step 3: tile of P sorted positions."""
+    tile = tl.program_id(0).to(tl.int64)
+    begin = tile * P
+    lane = tl.arange(0, P)
+    position = begin + lane
+    cols = tl.arange(0, BLOCK_D)
+    key = tl.load(keys_ptr + position, mask=position < num_ids, other=no_key).to(tl.int64)
+    next_key = tl.load(keys_ptr + position + 1, mask=position + 1 < num_ids, other=no_key).to(tl.int64)
+    before = tl.load(keys_ptr + begin - 1, mask=begin > 0, other=-1).to(tl.int64)
+    last = tl.load(keys_ptr + begin + P - 1, mask=begin + P - 1 < num_ids, other=no_key).to(tl.int64)
+    after = tl.load(keys_ptr + begin + 2 * P - 1, mask=begin + 2 * P - 1 < num_ids, other=no_key).to(tl.int64)
+    valid = key != no_key
+    interior = (before == last) & (last != no_key)  # the whole tile belongs to a run that began earlier
+    used = valid & ((key != before) | interior)  # rows of an earlier, ending run are added by its owner
+    grads = _gradient_rows(grad_ptr, order_ptr, bags_ptr, offsets_ptr, position, used, dim, cols, JAGGED, MEAN, ACC)
+
+    ends = used & (key != next_key) & ~interior
+    table = key[:, None] * dim + cols[None, :]
+    old = tl.load(weight_ptr + table, mask=ends[:, None] & (cols < dim)[None, :], other=0.0).to(ACC)
+
+    previous = tl.load(keys_ptr + position - 1, mask=(position > 0) & (position < num_ids), other=-1).to(tl.int64)
+    head = tl.broadcast_to(((key != previous) & ~interior).to(tl.int32)[:, None], [P, BLOCK_D])
+    sums, _ = tl.associative_scan((grads, head), 0, _segment_add)
+    _apply(
+        weight_ptr, state1_ptr, state2_ptr, key, ends, sums, old, dim, cols,
+        lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+    )  # fmt: skip
+
+    crossing = tl.sum(tl.where(lane == P - 1, (used & (key == next_key)).to(tl.int32), 0), axis=0) != 0
+    if interior | crossing:
+        share = tl.sum(tl.where((lane == P - 1)[:, None], sums, 0.0), axis=0)
+        if interior | (last == after):  # long: leave the share for step 4
+            tl.store(shares_ptr + tile * dim + cols, share, mask=cols < dim)
+            if ~interior:
+                tl.store(list_ptr + tl.atomic_add(count_ptr, 1), tile)
+        else:
+            rest = position + P
+            same = tl.load(keys_ptr + rest, mask=rest < num_ids, other=no_key).to(tl.int64) == last
+            more = _gradient_rows(grad_ptr, order_ptr, bags_ptr, offsets_ptr, rest, same, dim, cols, JAGGED, MEAN, ACC)
+            total = (share + tl.sum(more, axis=0))[None, :]
+            one = tl.full([1], 1, tl.int1)
+            row = tl.full([1], 0, tl.int64) + last
+            kept = tl.load(weight_ptr + row[:, None] * dim + cols[None, :], mask=(cols < dim)[None, :], other=0.0).to(ACC)
+            _apply(
+                weight_ptr, state1_ptr, state2_ptr, row, one, total, kept, dim, cols,
+                lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_ids", "no_key", "seed", "programs"])
+def _long_runs_kernel(
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, order_ptr, bags_ptr, offsets_ptr, shares_ptr, list_ptr, count_ptr,
+    num_ids, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
+    P: tl.constexpr, TILES: tl.constexpr, BLOCK_D: tl.constexpr, JAGGED: tl.constexpr, MEAN: tl.constexpr,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Step 4: the listed runs, TILES shares at a time."""
+    cols = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, TILES)
+    count = tl.load(count_ptr)
+    for item in range(tl.program_id(0), count, programs):
+        owner = tl.load(list_ptr + item).to(tl.int64)
+        key = tl.load(keys_ptr + owner * P + P - 1).to(tl.int64)
+        total = tl.load(shares_ptr + owner * dim + cols, mask=cols < dim, other=0.0)
+        first = owner + 1
+        whole = TILES
+        while whole == TILES:  # until a block of tiles is not wholly inside the run
+            tiles = first + lane
+            tail = (tiles + 1) * P - 1
+            inside = (tail < num_ids) & (tl.load(keys_ptr + tail, mask=tail < num_ids, other=no_key).to(tl.int64) == key)
+            mask = inside[:, None] & (cols < dim)[None, :]
+            total += tl.sum(tl.load(shares_ptr + tiles[:, None] * dim + cols[None, :], mask=mask, other=0.0), axis=0)
+            whole = tl.sum(inside.to(tl.int32), axis=0)
+            first += whole
+        rest = first * P + tl.arange(0, P)
+        same = (rest < num_ids) & (tl.load(keys_ptr + rest, mask=rest < num_ids, other=no_key).to(tl.int64) == key)
+        more = _gradient_rows(grad_ptr, order_ptr, bags_ptr, offsets_ptr, rest, same, dim, cols, JAGGED, MEAN, ACC)
+        grads = (total + tl.sum(more, axis=0))[None, :]
+        one = tl.full([1], 1, tl.int1)
+        row = tl.full([1], 0, tl.int64) + key
+        old = tl.load(weight_ptr + row[:, None] * dim + cols[None, :], mask=(cols < dim)[None, :], other=0.0).to(ACC)
+        _apply(
+            weight_ptr, state1_ptr, state2_ptr, row, one, grads, old, dim, cols,
+            lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+        )  # fmt: skip
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------------------
+
+
+def _accumulator(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if accumulate_dtype(dtype) == torch.float64 else tl.float32
+
+
+def embedding_pooled(weight: Tensor, ids: Tensor, offsets: Tensor, mean: bool, *, check: bool = True) -> Tensor:
+    weight, ids, offsets = weight.contiguous(), ids.contiguous(), offsets.contiguous()
+    num_bags, dim = offsets.numel() - 1, weight.shape[1]
+    out = weight.new_empty((num_bags, dim))
+    block_d = min(triton.next_power_of_2(max(dim, 1)), 512)
+    blocks_d = triton.cdiv(dim, block_d)
+    if num_bags and dim:
+        _pooled_kernel[(num_bags * blocks_d,)](
+            weight, ids, offsets, out, weight.shape[0], dim, blocks_d, ROWS=POOLED_ROWS, BLOCK_D=block_d, MEAN=mean,
+            ACC=_accumulator(weight.dtype), CHECK=check, num_warps=max(1, block_d // 128), debug=check, sanitize_overflow=False,
+        )  # fmt: skip
+    return out
+
+
+def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Tensor:
+    weight, ids = weight.contiguous(), ids.contiguous()
+    num_ids, dim = ids.numel(), weight.shape[1]
+    out = weight.new_empty((num_ids, dim))
+    block_d = min(triton.next_power_of_2(max(dim, 1)), 512)
+    blocks_d, rows = triton.cdiv(dim, block_d), max(1, 4096 // block_d)
+    if num_ids and dim:
+        _sequence_kernel[(triton.cdiv(num_ids, rows) * blocks_d,)](
+            weight, ids, out, num_ids, weight.shape[0], dim, blocks_d, ROWS=rows, BLOCK_D=block_d,
+            CHECK=check, num_warps=4, debug=check, sanitize_overflow=False,
+        )  # fmt: skip
+    return out
+
+
+POOLED_ROWS = 8  # table rows in flight per program
+TILE = 16  # sorted positions per program (P)
+LONG_TILES = 32  # shares added at a time in step 4
+LONG_PROGRAMS = 528  # four programs on each of the 132 multiprocessors
+
+
+def embedding_update_(
+    weight: Tensor, state1: Tensor | None, state2: Tensor | None, grad_out: Tensor, ids: Tensor, offsets: Tensor | None,
+    optimizer: str, mean: bool, lr: float, eps: float, beta1: float, beta2: float, step: int, weight_decay: float, seed: int | None,
+    *, check: bool = True,
+) -> None:  # fmt: skip
+    num_ids, dim = ids.numel(), weight.shape[1]
+    if num_ids == 0 or dim == 0:
+        return
+    grad_out, ids = grad_out.contiguous(), ids.contiguous()
+    narrow = weight.shape[0] < _NO_KEY_32
+    no_key = _NO_KEY_32 if narrow else _NO_KEY_64
+    keys = torch.empty(num_ids, dtype=torch.int32 if narrow else torch.int64, device=ids.device)
+    bags = torch.empty(num_ids if offsets is not None else 0, dtype=torch.int32, device=ids.device)
+    count = torch.empty(1, dtype=torch.int32, device=ids.device)
+    num_bags = offsets.numel() - 1 if offsets is not None else 0
+    offsets = offsets.contiguous() if offsets is not None else None
+    _prepare_kernel[(triton.cdiv(num_ids, 1024),)](
+        ids, offsets, keys, bags, count, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key,
+        BLOCK=1024, JAGGED=offsets is not None, CHECK=check, num_warps=4, debug=check, sanitize_overflow=False,
+    )  # fmt: skip
+    keys, order = torch.sort(keys, stable=True)
+    tiles = triton.cdiv(num_ids, TILE)
+    block_d = triton.next_power_of_2(dim)
+    shares = torch.empty((tiles, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
+    runs = torch.empty(tiles, dtype=torch.int32, device=ids.device)
+    arguments = (
+        weight, state1, state2, grad_out, keys, order, bags, offsets, shares, runs, count, num_ids, no_key, dim,
+        lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed or 0,
+    )  # fmt: skip
+    options = dict(
+        P=TILE, BLOCK_D=block_d, JAGGED=offsets is not None, MEAN=mean, OPTIMIZER=optimizer,
+        DECAY=weight_decay != 0.0, ROUND=seed is not None, ACC=_accumulator(weight.dtype),
+    )  # fmt: skip
+    _runs_kernel[(tiles,)](*arguments, **options, num_warps=max(1, block_d // 128))
+    _long_runs_kernel[(LONG_PROGRAMS,)](*arguments, LONG_PROGRAMS, TILES=LONG_TILES, **options, num_warps=4)
+
+
+def embedding_dense_grad(grad_out: Tensor, ids: Tensor, offsets: Tensor | None, num_rows: int, mean: bool) -> Tensor:
+    """The dense gradient is an SGD step of size -1 on a table of zeros."""
+    dtype = accumulate_dtype(grad_out.dtype)
+    grad = torch.zeros((num_rows, grad_out.shape[1]), dtype=dtype, device=grad_out.device)
+    embedding_update_(grad, None, None, grad_out, ids, offsets, "sgd", mean, -1.0, 0.0, 0.0, 0.0, 1, 0.0, None)
+    return grad.to(grad_out.dtype)
