@@ -30,7 +30,7 @@ PRECISIONS = ("fp32", "bf16", "fp8_row", "fp8_tensor", "fp8_block", "mxfp8")
 CHECKPOINTS = ("none", "selective", "full", "quantized")
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel", "host_cached")
 BATCHINGS = ("jagged", "padded", "local", "sorted_buckets", "base_batch_shuffling", "global")
-TRANSPORTS = ("nccl", "ncclx", "copy_engine")
+TRANSPORTS = ("nccl", "ncclx", "copy_engine", "gloo")
 EXECUTIONS = ("eager", "compile", "cuda_graph")
 SYNC_EVERY = (1, 4, 16)
 MAX_ACCUMULATION = 64
@@ -42,7 +42,7 @@ EXECUTABLE = {
     "checkpoint": ("none", "selective", "full"),
     "sharding": ("table_wise", "row_wise", "column_wise", "table_row_wise"),
     "batching": BATCHINGS,
-    "transport": ("nccl",),
+    "transport": ("nccl", "gloo"),
     "execution": ("eager",),
 }
 PREDICT_ONLY = {
@@ -327,15 +327,17 @@ def _job_options(scenario: ResolvedScenario, what: str, known: tuple[str, ...], 
     found = []
     for index, name in enumerate(known):
         reason = _reason(what, name, pinned, banned, allow)
-        if reason is None and scenario.cluster.device.kind == "cpu" and what != "batching" and index > 0 and pinned is None:
+        if reason is None and what == "transport" and (name == "gloo") != (scenario.cluster.device.kind == "cpu"):
+            reason = Excluded(what=f"{what} {name}", why=f"not for {scenario.cluster.device.kind} ranks", kind="illegal")
+        if reason is None and what == "execution" and scenario.cluster.device.kind == "cpu" and index > 0 and pinned is None:
             reason = Excluded(what=f"{what} {name}", why="a CPU rank has no device streams", kind="illegal")
         if reason is None and what == "batching" and not scenario.model.sequences and index > 0 and pinned is None:
             reason = Excluded(what=f"{what} {name}", why="the model has no sequences", kind="illegal")
         log.append(reason) if reason else found.append((index,))
     if not found:
-        raise UsageError(
-            f"scenario {scenario.name}: {what}: every option is out: " + "; ".join(f"{e.what}: {e.why}" for e in log if e.what.startswith(what))
-        )
+        out = [e for e in log if e.what.startswith(what)]
+        telling = [e for e in out if e.kind != "pinned"] or out
+        raise UsageError(f"scenario {scenario.name}: {what}: every option is out: " + "; ".join(f"{e.what}: {e.why}" for e in telling))
     return found
 
 
