@@ -1,0 +1,136 @@
+"""What a plan costs: step time with its breakdown, memory, what limits it, throughput and dollars - each with interval and source.
+
+    interval     within one curve errors add up, between curves they are independent: spread = sqrt(sum over curves (sum of seconds x width)^2); where the
+                 calibration holds residuals of at least `MINIMUM_RUNS` runs (neither fitted nor scored), their quantiles take its place, widened by how
+                 much of the time is extrapolated or worse
+    local MFU    model FLOPs / (step without exposed communication and contention x dense peak of bf16, on a CPU of fp32)
+    limiting     the largest of: exposed communication by tier, input, host (launches and waits), compute and hbm_bandwidth (device time by its ops' roof)
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+
+from costmodel.calibration import Calibration
+from costmodel.compute import peak_flops
+from costmodel.lower import Lowered, lower
+from costmodel.memory import Memory, memory
+from costmodel.plan import Plan
+from costmodel.quantity import SOURCES, Quantity, Source, worst
+from costmodel.simulate import Timeline, bound, simulate
+from costmodel.stepgraph import COMPUTE, PHASES
+
+# Relative half-width that a step keeps even where every op is well known: what no op curve holds (the machine's mood) [Assumed until runs say better].
+FLOOR_WIDTH = {"cpu": 0.12, "gpu": 0.06}
+MINIMUM_RUNS = 10
+COVERAGE = 0.90
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """One plan's prediction. Seconds, bytes, FLOPs, dollars.
+
+    phases sum to the step. limiting: e.g. `compute`, `hbm_bandwidth`, `communication:rdma`, `input`, `host`. flops_per_rank: model FLOPs of a step;
+    local_mfu with `mfu_peak` as its denominator [FLOP/s]. by_source: share of serial time by source. exposed: seconds by tier. imbalance: the slowest rank over the
+    average by what it counts.
+    """
+
+    step_time: Quantity
+    phases: dict[str, Quantity]
+    memory: Memory
+    limiting: str
+    flops_per_rank: float
+    local_mfu: float | None
+    mfu_peak: float
+    examples_per_second: float
+    dollars_per_billion_examples: float | None
+    by_source: dict[str, float]
+    mode: Literal["simulated", "bound"]
+    exposed: dict[str, float]
+    imbalance: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+
+def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simulated", "bound"] = "simulated") -> Estimate:
+    """Predicts one step of `plan`. Without a calibration every time is roofline. Raises ValueError where plan, model, workload and cluster do not fit."""
+    lowered = lower(plan, calibration)
+    timeline = simulate(lowered.graph) if mode == "simulated" else None
+    seconds = (timeline.step_seconds if timeline is not None else bound(lowered.graph))
+    parts = _phase_seconds(lowered, timeline, seconds)
+    step = _interval(seconds, lowered.parts, "step", plan, calibration)
+    phases = {name: _interval(value, [p for p in lowered.parts if p[0] == name], name, plan, calibration) for name, value in parts.items()}
+    samples = plan.local_batch * plan.accumulation * plan.layout.world_size
+    peak = peak_flops(plan.cluster.device, "bf16" if plan.cluster.device.kind == "gpu" else "fp32")
+    exposed = timeline.exposed if timeline is not None else {}
+    local = seconds - sum(exposed.values()) - (timeline.contention if timeline is not None else 0.0)
+    price = plan.cluster.price
+    rate = samples / seconds
+    return Estimate(
+        step_time=step, phases=phases, memory=memory(plan, lowered.batch, lowered.loads, calibration), limiting=_limiting(lowered, timeline, parts),
+        flops_per_rank=lowered.model_flops, local_mfu=lowered.model_flops / (local * peak) if local > 0 else None, mfu_peak=peak,
+        examples_per_second=rate, by_source=_by_source(lowered), mode=mode, exposed=exposed, imbalance={}, notes=lowered.notes,
+        dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
+
+
+def _phase_seconds(lowered: Lowered, timeline: Timeline | None, seconds: float) -> dict[str, float]:
+    """Main-thread seconds by phase, summing to `seconds`. A bound has compute by phase, and what it must wait beyond."""
+    if timeline is not None:
+        scale = seconds / timeline.step_seconds if timeline.step_seconds else 1.0
+        return {name: timeline.phases[name] * scale for name in PHASES}
+    phases = dict.fromkeys(PHASES, 0.0)
+    for task in lowered.graph.tasks:
+        if task.stream == COMPUTE:
+            phases[task.phase] += task.seconds
+    phases["exposed_communication"] += max(0.0, seconds - sum(phases.values()))
+    return phases
+
+
+def _interval(value: float, parts: object, name: str, plan: Plan, calibration: Calibration | None) -> Quantity:
+    """`value` with its 90 % interval, see the module docstring."""
+    by_curve: dict[str, float] = defaultdict(float)
+    total, sources, weak = 0.0, set(), 0.0
+    for _, curve, source, seconds, spread in parts:
+        by_curve[curve] += spread
+        total += seconds
+        if seconds > 0:
+            sources.add(source)
+        weak += seconds if source not in ("measured", "interpolated") else 0.0
+    source = worst(sources)
+    width = math.sqrt(sum(s * s for s in by_curve.values())) / total if total > 0 else 0.0
+    residuals = calibration.run_residuals.get(name, ()) if calibration is not None else ()
+    if len(residuals) >= MINIMUM_RUNS:
+        low, high = _conformal(residuals)
+        factor = 1.0 + (weak / total if total > 0 else 0.0)
+        return Quantity(value=value, low=min(value, value * math.exp(factor * low)), high=max(value, value * math.exp(factor * high)), source=source)
+    width = max(width, FLOOR_WIDTH[plan.cluster.device.kind])
+    return Quantity(value=value, low=value * math.exp(-width), high=value * math.exp(width), source=source)
+
+
+def _conformal(residuals: tuple[float, ...]) -> tuple[float, float]:
+    """Quantiles of log(measured / predicted) that hold a new one with probability COVERAGE, at the finite-sample level (n + 1) / n."""
+    n = len(residuals)
+    tail = (1.0 - COVERAGE) / 2
+    high = min(1.0, (1.0 - tail) * (n + 1) / n)
+    return float(np.quantile(residuals, 1.0 - high, method="lower")), float(np.quantile(residuals, high, method="higher"))
+
+
+def _by_source(lowered: Lowered) -> dict[str, float]:
+    seconds: dict[Source, float] = defaultdict(float)
+    for _, _, source, part, _ in lowered.parts:
+        seconds[source] += part
+    total = sum(seconds.values())
+    return {source: seconds[source] / total for source in SOURCES if seconds[source] > 0} if total > 0 else {}
+
+
+def _limiting(lowered: Lowered, timeline: Timeline | None, phases: Mapping[str, float]) -> str:
+    compute = sum(t.seconds for t in lowered.graph.tasks if t.stream == COMPUTE and t.phase != "input")
+    causes = {"compute": lowered.compute_bound, "hbm_bandwidth": max(0.0, compute - lowered.compute_bound), "input": phases["input"]}
+    if timeline is not None:
+        causes |= {f"communication:{tier}": seconds for tier, seconds in timeline.exposed.items()}
+        causes["host"] = timeline.idle.get("launch", 0.0) + timeline.idle.get("host", 0.0)
+    return max(causes, key=lambda name: causes[name])

@@ -1,0 +1,457 @@
+"""From a plan to the StepGraph of its slowest rank: what runs on which stream, after what.
+
+Per micro-batch, as the runtime issues it (runtime/trainer.py, runtime/parallelize.py, runtime/embedding.py):
+
+    input -> sparse forward -> per block: gather, compute -> loss -> per block backwards: gather, recompute, compute, reduce -> sparse backward
+    then AdamW; with several replicas of a sparse group their average every `sync_every` steps
+
+The FSDP unit is a block. Dependencies of collectives:
+
+    CPU (gloo)   the main thread issues a collective and waits for it: everything is one chain
+    GPU (NCCL)   all-gather of unit u waits for the compute before unit u - 1's (its buffer), and so runs beside unit u - 1's compute; reduce-scatter of u waits for
+                 u's backward, and the packing of the next unit's gradients for it, as only one is in flight; an all-reduce over ddp follows its
+                 reduce-scatter on the same stream. Where the host reads split sizes of an all-to-all, it waits for the device and loses its lead.
+
+A block's time is the sum of its ops' times under the calibration's correction of that block kind; a missing curve falls to the roofline and says so.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from costmodel import compute
+from costmodel.blocks import BatchShape, Block, JaggedShape, activation_dtype
+from costmodel.calibration import MINIMUM_WIDTH, Calibration, OpTime
+from costmodel.comms import GroupShape, Network, layout_groups, network
+from costmodel.memory import sharded_elements
+from costmodel.model import DTYPE_BYTES
+from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
+from costmodel.plan import Plan
+from costmodel.quantity import Source, worst
+from costmodel.regions import Region, regions
+from costmodel.sparse import GroupWork, TableLoads, group_work, table_loads
+from costmodel.stepgraph import COMPUTE, H2D, HOST, StepGraph, Task, tier_stream
+
+# Main-thread time of a step outside everything else (loop, metrics) [Assumed where not measured].
+STEP_OVERHEAD_SECONDS = 2e-4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """The slowest rank's work over the average, by sequence: events and pairs."""
+
+    tokens: float = 1.0
+    pairs: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Time of a run of ops: seconds and host seconds, FLOPs and bytes, seconds of ops whose roof is compute, and what they lean on: (curve, source,
+    seconds, width) each."""
+
+    seconds: float
+    host_seconds: float
+    flops: float
+    bytes: float
+    compute_bound: float
+    parts: tuple[tuple[str, Source, float, float], ...]
+
+    @property
+    def source(self) -> Source:
+        return worst(source for _, source, _, _ in self.parts)
+
+
+NO_COST = Cost(seconds=0.0, host_seconds=0.0, flops=0.0, bytes=0.0, compute_bound=0.0, parts=())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A step graph with what an estimate needs beside it.
+
+    parts: (phase, curve, source, seconds, spread) by phase, curve and source: seconds in all and the 90 % error of that sum [s]; model_flops: of one rank
+    and step, by convention at true average lengths; compute_bound: seconds of ops whose roof is compute, not bandwidth.
+    """
+
+    graph: StepGraph
+    parts: tuple[tuple[str, str, Source, float, float], ...]
+    model_flops: float
+    compute_bound: float
+    batch: BatchShape
+    loads: TableLoads
+    notes: tuple[str, ...]
+
+
+class Pricer:
+    """Times of ops and blocks on one plan's device under one calibration."""
+
+    def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
+        self.device, self.calibration, self.execution = plan.cluster.device, calibration, plan.execution
+        self.active_ranks = plan.cluster.devices_per_host if self.device.kind == "cpu" else 1
+        if plan.layout.world_size < self.active_ranks:
+            self.active_ranks = plan.layout.world_size
+        self._blocks: dict[tuple[int, str, str], Cost] = {}
+
+    def time(self, one: Op, phase: str) -> OpTime:
+        """Seconds of one op (all repetitions)."""
+        if self.calibration is not None:
+            return self.calibration.predict(one, phase, active_ranks=self.active_ranks, device=self.device)
+        host = one.count * compute.EAGER_LAUNCH_SECONDS if self.device.kind == "gpu" else 0.0
+        return OpTime(seconds=compute.roofline_seconds(one, phase, self.device), host_seconds=host, source="roofline",
+                      width=MINIMUM_WIDTH["roofline"], curve=f"roofline:{one.kind}")
+
+    def ops(self, ops: Sequence[Op], phase: str) -> Cost:
+        """The sum over ops in one phase."""
+        times = [self.time(one, phase) for one in ops]
+        limits = [compute.limits(one, phase, self.device) for one in ops]
+        return Cost(seconds=sum(t.seconds for t in times), host_seconds=self._launch(sum(t.host_seconds for t in times)),
+                    flops=sum(one.flops(phase) for one in ops), bytes=sum(one.bytes(phase) for one in ops),
+                    compute_bound=sum(t.seconds for t, (c, m) in zip(times, limits) if c >= m),
+                    parts=tuple((t.curve, t.source, t.seconds, t.width) for t in times))
+
+    def _launch(self, seconds: float) -> float:
+        """Host launch time under the plan's execution mode; a replayed graph launches its ops for next to nothing."""
+        if self.execution == "compile":
+            return seconds * compute.COMPILED_LAUNCH_SHARE
+        if self.execution == "cuda_graph":
+            return seconds * compute.GRAPH_LAUNCH_SECONDS / compute.EAGER_LAUNCH_SECONDS
+        return seconds
+
+    def block(self, block: Block, batch: BatchShape, precision: str, phase: str) -> Cost:
+        """One block's forward or backward, corrected by its kind's composition."""
+        key = (id(block), precision, phase)
+        if key not in self._blocks:
+            self._blocks[key] = self._corrected(block.kind, self.ops(block.forward(batch, precision), phase), phase, len(block.forward(batch, precision)))
+        return self._blocks[key]
+
+    def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
+        """What runs again before a block's backward."""
+        again = block.recomputed(batch, precision, policy)
+        return self._corrected(block.kind, self.ops(again, FORWARD), FORWARD, len(again)) if again else NO_COST
+
+    def _corrected(self, kind: str, cost: Cost, phase: str, count: int) -> Cost:
+        found = self.calibration.composition(kind, phase, self.active_ranks) if self.calibration is not None else None
+        if found is None:
+            return cost
+        seconds = found.scale * cost.seconds + found.glue * count
+        parts = tuple((curve, source, part * seconds / cost.seconds, width) for curve, source, part, width in cost.parts)
+        return dataclasses.replace(cost, seconds=seconds, parts=(*parts, (f"composition:{kind}/{phase}", "measured", 0.0, found.width * seconds)))
+
+
+def batch_shape(plan: Plan, factors: Mapping[str, Factors] | None = None) -> BatchShape:
+    """The expected micro-batch of the slowest rank. Raises ValueError when the workload has no lengths for a sequence."""
+    missing = [s.name for s in plan.model.sequences if s.name not in plan.workload.lengths]
+    if missing:
+        raise ValueError(f"workload {plan.workload.name}: lengths.{missing[0]}: missing; the model has that sequence")
+    shapes: dict[str, JaggedShape] = {}
+    for sequence in plan.model.sequences:
+        shape = JaggedShape.expected(plan.workload.lengths[sequence.name], plan.local_batch)
+        if plan.batching == "padded":
+            shape = shape.padded()
+        factor = (factors or {}).get(sequence.name, Factors())
+        shapes[sequence.name] = shape.scaled(factor.tokens, factor.pairs)
+    return BatchShape(samples=float(plan.local_batch), sequences=shapes)
+
+
+def model_flops(plan: Plan) -> float:
+    """FLOPs of one rank and step by convention: 3 x forward at true lengths, causal half, no recompute, no padding."""
+    batch = batch_shape(dataclasses.replace(plan, batching="jagged"))
+    forward = sum(r.count * (r.block.flops(batch) - r.block.causal_excess(batch)) for r in regions(plan.model))
+    return 3.0 * forward * plan.accumulation
+
+
+def needs_fsdp(plan: Plan) -> bool:
+    """Whether the runtime wraps blocks: one rank in fp32 runs the plain modules."""
+    return plan.layout.world_size > 1 or any(o.precision != "fp32" for r in plan.regions for o in r.options)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Unit:
+    """One block of the model under its option."""
+
+    region: Region
+    precision: str
+    checkpoint: str
+
+
+class _Builder:
+    """Appends tasks; `last` is the compute chain's end, on a CPU the whole chain's."""
+
+    def __init__(self, plan: Plan, pricer: Pricer, net: Network, batch: BatchShape, loads: TableLoads) -> None:
+        self.plan, self.pricer, self.net, self.batch, self.loads = plan, pricer, net, batch, loads
+        self.gpu = plan.cluster.device.kind == "gpu"
+        self.groups = layout_groups(plan.layout)
+        self.tasks: list[Task] = []
+        self.parts: list[tuple[str, str, Source, float, float]] = []
+        self.compute_bound = 0.0
+        self.last: int | None = None
+        self.wrapped = needs_fsdp(plan)
+        self.units = [_Unit(region, option.precision, option.checkpoint) for region, options in _options(plan)
+                      for option in options for _ in range(option.count)]
+
+    # --- adding tasks ---
+
+    def add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def compute(self, name: str, cost: Cost, phase: str, region: str = "", deps: Sequence[int | None] = ()) -> int:
+        """A run of ops on the compute stream, after the chain and `deps`."""
+        index = self.add(Task(name=name, stream=COMPUTE, seconds=cost.seconds, host_seconds=cost.host_seconds, deps=_deps(self.last, *deps), phase=phase,
+                              region=region, bytes=cost.bytes, flops=cost.flops, source=cost.source))
+        self.parts += [(phase, *part) for part in cost.parts]
+        self.compute_bound += cost.compute_bound
+        self.last = index
+        return index
+
+    def collective(self, name: str, kind: str, num_bytes: float, group: GroupShape, *, deps: Sequence[int | None], region: str = "",
+                   waits: bool = False, max_over_mean: float = 1.0, share: float = 1.0) -> int | None:
+        """A collective on its tier's stream; `waits`: the compute chain goes on after it. share: fraction of steps that run it."""
+        cost = self.net.cost(kind, num_bytes, group, max_over_mean=max_over_mean)
+        if not cost.tier:
+            return None
+        chained = waits or not self.gpu
+        index = self.add(Task(name=name, stream=tier_stream(cost.tier), seconds=cost.seconds * share, deps=_deps(*deps, self.last if chained else None),
+                              phase="exposed_communication", region=region, kind="collective", bytes=num_bytes * share, source=cost.source,
+                              sm_fraction=cost.share if self.gpu else 0.0))
+        self.parts.append(("exposed_communication", f"{kind}:{cost.tier}", cost.source, cost.seconds * share, MINIMUM_WIDTH[cost.source] + 0.08))
+        if chained:
+            self.last = index
+        return index
+
+    def host_sync(self, name: str) -> None:
+        """The host waits for the device and then goes on; on a CPU they are one."""
+        if self.gpu:
+            self.add(Task(name=name, stream=HOST, seconds=0.0, deps=_deps(self.last), phase="sparse", kind="host"))
+
+    # --- the step ---
+
+    def step(self) -> None:
+        for micro in range(self.plan.accumulation):
+            last = micro == self.plan.accumulation - 1
+            self.input()
+            self.sparse_forward()
+            self.forward()
+            reductions = self.backward(reduce=last)
+            self.sparse_backward(last)
+        self.optimizer(reductions)
+
+    def input(self) -> None:
+        events = sum(shape.tokens for shape in self.batch.sequences.values())
+        cost = self.pricer.ops([op("input", samples=self.batch.samples, events=events)], STEP)
+        if not self.gpu:
+            self.compute("input", cost, "input")
+            return
+        # a thread prefetches on the host; the step itself waits for the copy of the batch
+        num_bytes = 8.0 * sum(w.ids for w in self.work)
+        bandwidth = self.plan.cluster.device.host_link_bandwidth or 25e9
+        copy = self.add(Task(name="input", stream=H2D, seconds=num_bytes / bandwidth, phase="input", kind="copy", bytes=num_bytes, source="roofline"))
+        self.parts.append(("input", "h2d", "roofline", num_bytes / bandwidth, MINIMUM_WIDTH["roofline"]))
+        self.compute("input wait", NO_COST, "input", deps=(copy,))
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """The busiest place of the sparse group."""
+        return int(self.loads.served.argmax()) if len(self.loads.served) else 0
+
+    @functools.cached_property
+    def work(self) -> tuple[GroupWork, ...]:
+        tokens = {name: shape.tokens for name, shape in self.batch.sequences.items()}
+        return group_work(self.plan, self.loads, self.rank, tokens)
+
+    @property
+    def skewed(self) -> float:
+        """Heaviest rank's served elements over the mean."""
+        served = self.loads.served
+        return float(max(1.0, served.max() / served.mean())) if len(served) and served.mean() > 0 else 1.0
+
+    @property
+    def payload(self) -> float:
+        """Bytes an element on the wire."""
+        return 2.0 if all(t.dtype == "bf16" for t in self.plan.model.tables) else 4.0
+
+    def sparse_forward(self) -> None:
+        self.gather_replicas("tables gather forward")
+        if self.plan.layout.sparse_group == 1:
+            ops = [op("embedding_lookup", variant=_variant(w), ids=w.ids, unique=w.unique, dim=w.table.dim, rows=w.storage_rows, tables=w.table.count,
+                      dtype=w.table.dtype) for w in self.work]
+            self.compute("lookup", self.pricer.ops(ops, FORWARD), "sparse")
+            return
+        group = self.groups["sparse_group"]
+        self.compute("unique ids", self.pricer.ops([op("unique", ids=w.ids) for w in self.work], FORWARD), "sparse")
+        # one count a shard: a few bytes, all latency
+        self.collective("counts", "all_to_all", 8.0 * len(self.plan.tables) * 2, group, deps=(), waits=True)
+        self.host_sync("splits")
+        self.collective("ids", "all_to_all", 8.0 * sum(w.unique for w in self.work), group, deps=(), waits=True, max_over_mean=self.skewed)
+        served = [op("embedding_lookup", variant="sequence", ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
+                     tables=1, dtype=w.table.dtype) for w in self.work if w.served_rows]
+        self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
+        self.collective("embeddings", "all_to_all", self.wire_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
+        self.compute("spread", self.pricer.ops(self._spread(), FORWARD), "sparse")
+
+    @property
+    def wire_bytes(self) -> float:
+        """What an average rank sends of rows (and gets of gradients)."""
+        return self.payload * float(self.loads.served.mean())
+
+    def _spread(self) -> list[Op]:
+        return [op("embedding_lookup", variant=_variant(w), ids=w.ids, unique=w.unique, dim=w.table.dim, rows=w.unique, tables=w.table.count,
+                   dtype=w.table.dtype) for w in self.work]
+
+    def gather_replicas(self, name: str) -> None:
+        """Fully sharded 2D: the whole shard is gathered from the replicas."""
+        layout = self.plan.layout
+        if layout.fully_sharded_2d and layout.sparse_replicas > 1:
+            self.collective(name, "all_gather", float(self.loads.weights.max()), self.groups["sparse_replicas"], deps=(), waits=True)
+
+    def forward(self) -> None:
+        phase, before = "forward", self.last
+        for unit in self.units:
+            block, name = unit.region.block, unit.region.name
+            start = self.last
+            gather = self.gather(unit, before, FORWARD)
+            before = start
+            cost = self.pricer.block(block, self.batch, unit.precision, FORWARD)
+            self.compute(name, cost, phase, name, deps=(gather,))
+        rows = self.batch.samples * len(self.plan.model.heads)
+        self.compute("loss", self.pricer.ops([op("bce", m=rows)], FORWARD), phase)
+
+    def gather(self, unit: _Unit, before: int | None, phase: str) -> int | None:
+        """All-gather of a unit's parameters and its copies; None where nothing is gathered."""
+        if not self.wrapped:
+            return None
+        block, fsdp = unit.region.block, self.plan.layout.fsdp
+        each = dtype_bytes(activation_dtype(unit.precision))
+        gather = self.collective(f"gather {unit.region.name}", "all_gather", each * fsdp * sharded_elements(unit.region, fsdp), self.groups["fsdp"],
+                                 deps=(before,), region=unit.region.name)
+        cost = self.pricer.ops([op("fsdp_gather", parameters=block.num_parameters, tensors=len(block.parameters))], STEP)
+        return self.compute(f"unshard {unit.region.name}", cost, phase, unit.region.name, deps=(gather,))
+
+    def backward(self, *, reduce: bool) -> list[int | None]:
+        """Returns the reductions that the optimizer waits for."""
+        phase, before, regather = "backward", self.last, self.plan.layout.reshard_after_forward
+        self.compute("loss", self.pricer.ops([op("bce", m=self.batch.samples * len(self.plan.model.heads))], BACKWARD), phase)
+        reductions: list[int | None] = []
+        scattered: int | None = None
+        reduced: int | None = None
+        for unit in reversed(self.units):
+            block, name = unit.region.block, unit.region.name
+            start = self.last
+            gather = self.gather(unit, before, BACKWARD) if regather else None
+            before = start
+            again = self.pricer.recompute(block, self.batch, unit.precision, unit.checkpoint)
+            if again.parts:
+                self.compute(f"recompute {name}", again, phase, name, deps=(gather,))
+            self.compute(name, self.pricer.block(block, self.batch, unit.precision, BACKWARD), phase, name, deps=(gather,))
+            if reduce and self.wrapped:
+                scattered, reduced = self.reduce(unit, scattered, reduced)
+                reductions.append(reduced)
+        return reductions
+
+    def reduce(self, unit: _Unit, scattered: int | None, reduced: int | None) -> tuple[int | None, int | None]:
+        """Reduce-scatter over fsdp, then all-reduce of the shard over ddp, both fp32. Takes and returns the ends of the last (scatter, both)."""
+        block, name, layout = unit.region.block, unit.region.name, self.plan.layout
+        cost = self.pricer.ops([op("fsdp_reduce", parameters=block.num_parameters, tensors=len(block.parameters))], STEP)
+        done: int | None = self.compute(f"pack gradients {name}", cost, "backward", name, deps=(scattered,))
+        sharded = 4.0 * sharded_elements(unit.region, layout.fsdp)
+        scatter = self.collective(f"reduce {name}", "reduce_scatter", sharded * layout.fsdp, self.groups["fsdp"], deps=(done, reduced), region=name)
+        summed = self.collective(f"all-reduce {name}", "all_reduce", sharded, self.groups["ddp"], deps=(done, scatter), region=name)
+        return scatter, summed if summed is not None else scatter
+
+    def sparse_backward(self, last_microbatch: bool) -> None:
+        layout = self.plan.layout
+        if layout.sparse_group > 1:
+            self.compute("gather gradients", self.pricer.ops(self._spread(), BACKWARD), "sparse")
+            self.collective("gradients", "all_to_all", self.wire_bytes, self.groups["sparse_group"], deps=(), waits=True, max_over_mean=self.skewed)
+        if not last_microbatch:
+            return
+        self.gather_replicas("tables gather backward")
+        repeats = self.plan.accumulation
+        rows = [(w, w.served_rows if layout.sparse_group > 1 else w.ids) for w in self.work]
+        updates = [op("embedding_update", variant=w.table.optimizer, ids=n * repeats, unique=w.distinct_served,
+                      dim=w.served_width if layout.sparse_group > 1 else w.table.dim, rows=w.storage_rows, tables=1, dtype=w.table.dtype)
+                   for w, n in rows if n]
+        self.compute("update", self.pricer.ops(updates, STEP), "sparse")
+        if layout.sparse_replicas > 1:
+            self.average_replicas()
+
+    def average_replicas(self) -> None:
+        """Plain 2D: all-reduce of weights and state every `sync_every` steps; fully sharded 2D: reduce-scatter of the weights each step."""
+        layout, rank = self.plan.layout, self.rank
+        weights, state = float(self.loads.weights[rank]), float(self.loads.state[rank])
+        if layout.fully_sharded_2d:
+            self.collective("tables scatter", "reduce_scatter", weights, self.groups["sparse_replicas"], deps=(), waits=True)
+            return
+        wide = sum(float(self.loads.held[t.name][2, rank]) * t.dim * 4.0 for t in self.plan.model.tables if DTYPE_BYTES[t.dtype] < 4)
+        num_bytes = weights + state + wide / 2
+        self.collective("tables average", "all_reduce", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True, share=1.0 / layout.sync_every)
+
+    def optimizer(self, reductions: Sequence[int | None]) -> None:
+        parameters = sum(sharded_elements(u.region, self.plan.layout.fsdp) for u in self.units)
+        tensors = sum(len(u.region.block.parameters) for u in self.units)
+        cost = self.pricer.ops([op("adamw", parameters=parameters, tensors=tensors)], STEP)
+        self.compute("adamw", cost, "optimizer", deps=reductions)
+        calibration = self.pricer.calibration
+        measured = calibration.constants.get("step_overhead") if calibration is not None else None
+        seconds, source = (measured, "interpolated") if measured is not None else (STEP_OVERHEAD_SECONDS, "assumed")
+        rest = dataclasses.replace(NO_COST, seconds=seconds, parts=(("step_overhead", source, seconds, MINIMUM_WIDTH[source]),))
+        self.compute("step overhead", rest, "other")
+
+
+def _deps(*indices: int | None) -> tuple[int, ...]:
+    return tuple(sorted({i for i in indices if i is not None}))
+
+
+def _variant(work: GroupWork) -> str:
+    return "sequence" if work.table.pooling == "sequence" else "pooled"
+
+
+def _options(plan: Plan):
+    """(region, its options) in forward order; ValueError where plan and model differ."""
+    options = {r.region: r.options for r in plan.regions}
+    known = regions(plan.model)
+    if set(options) != {r.name for r in known} or len(options) != len(plan.regions):
+        raise ValueError(f"plan regions {sorted(r.region for r in plan.regions)} are not the model's {sorted(r.name for r in known)}")
+    for region in known:
+        covered = sum(o.count for o in options[region.name])
+        if covered != region.count:
+            raise ValueError(f"region {region.name}: options cover {covered} of {region.count} blocks")
+    return [(region, options[region.name]) for region in known]
+
+
+def lower(plan: Plan, calibration: Calibration | None, *, factors: Mapping[str, Factors] | None = None) -> Lowered:
+    """The step of the slowest rank. `factors`: its events and pairs over the average, by sequence (`costmodel.imbalance`).
+
+    Raises ValueError where the plan does not fit its model, workload or cluster.
+    """
+    if plan.layout.world_size > plan.cluster.num_ranks:
+        raise ValueError(f"layout {plan.layout.short} needs {plan.layout.world_size} ranks, cluster {plan.cluster.name} has {plan.cluster.num_ranks}")
+    batch = batch_shape(plan, factors)
+    loads = table_loads(plan, {name: shape.tokens for name, shape in batch.sequences.items()})
+    builder = _Builder(plan, Pricer(plan, calibration), network(plan.cluster, calibration, plan.transport), batch, loads)
+    builder.step()
+    return Lowered(graph=StepGraph(tasks=tuple(builder.tasks)), parts=_merged(builder.parts), model_flops=model_flops(plan),
+                   compute_bound=builder.compute_bound, batch=batch, loads=loads, notes=_notes(plan, builder))
+
+
+def _merged(parts: list[tuple[str, str, Source, float, float]]) -> tuple[tuple[str, str, Source, float, float], ...]:
+    """Parts of one (phase, curve, source) added up: seconds, and seconds x width, back to one width."""
+    total: dict[tuple[str, str, Source], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for phase, curve, source, seconds, width in parts:
+        entry = total[(phase, curve, source)]
+        entry[0] += seconds
+        entry[1] += width if curve.startswith("composition:") else seconds * width
+    return tuple((phase, curve, source, seconds, spread) for (phase, curve, source), (seconds, spread) in total.items())
+
+
+def _notes(plan: Plan, builder: _Builder) -> tuple[str, ...]:
+    notes = []
+    missing = sorted({curve.removeprefix("roofline:") for _, curve, source, _, _ in builder.parts if source == "roofline" and curve.startswith("roofline:")})
+    if builder.pricer.calibration is not None and missing:
+        notes.append(f"no measured curve for {', '.join(missing)}: roofline")
+    if builder.pricer.calibration is None:
+        notes.append(f"device {plan.cluster.device.name} is not calibrated: every op is roofline with assumed efficiencies")
+    elif not builder.pricer.calibration.matches(plan.cluster.device):
+        notes.append(f"utilisation carried over from {builder.pricer.calibration.environment.device_name} to {plan.cluster.device.name}: extrapolated")
+    return tuple(notes)
