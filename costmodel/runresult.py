@@ -2,8 +2,8 @@
 
     step_time_s   of the steps after the warm-up; a step's time is the mean over ranks (collectives keep the ranks together)
     phases_s      mean over ranks and steps; disjoint, they sum to the mean step time
-    memory_bytes  bytes of tracked tensors on the rank that holds most of the category; `peak_allocated` and `reserved` are CUDA allocator
-                  figures, None on CPU, where the process' size says little about the tensors
+    memory_bytes  bytes of tracked tensors on the rank that holds most of the category; `peak_allocated` and `reserved` are figures of
+                  the CUDA allocator, None on CPU, where the process' size says little about the tensors
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MeasuredMemory:
     optimizer: float
     tables: float
     table_state: float
-    saved_activations: float
+    saved_activations: float | None = None
     peak_allocated: float | None = None
     reserved: float | None = None
 
@@ -63,7 +63,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """Normalized entropy by task and of each baseline on held-out events (empty where nothing was evaluated); the last global loss."""
+    """Normalized entropy by task and of each baseline on held-out events (empty: not evaluated); the last global loss."""
 
     ne: dict[str, float] = dataclasses.field(default_factory=dict)
     baselines: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -74,7 +74,8 @@ class Quality:
 class RunResult:
     """One run of a plan. `steps` counts optimizer steps from the beginning of training, those before a resume included.
 
-    `losses[i]` is the mean loss over the global batch of step `first_step + i`. `measured` is None where no step came after the warm-up.
+    `losses[i]` is the mean loss over the global batch of step `first_step + i` (from 0). `measured` is None where no step came after the
+    warm-up.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -107,7 +108,7 @@ class RunResult:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{error.lineno}:{error.colno}: not JSON ({error.msg})") from error
         if not isinstance(body, dict) or body.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"{path}: schema_version {body.get('schema_version') if isinstance(body, dict) else None} is not {SCHEMA_VERSION}")
+            raise ValueError(f"{path}: not a run result of schema_version {SCHEMA_VERSION}")
         try:
             return decode(cls, body)
         except DecodeError as error:

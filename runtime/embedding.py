@@ -155,9 +155,13 @@ class ShardedEmbeddings:
                 self._pending[stored.spec.index].append((_leaf_grad(lookup), lookup.rows, lookup.offsets))
         elif self._lookups:
             self._exchange_gradients()
-        self._lookups, self._exchange = [], None
+        self.discard()
         if last_microbatch:
             self._update()
+
+    def discard(self) -> None:
+        """Forget a forward that no backward follows (evaluation)."""
+        self._lookups, self._exchange = [], None
 
     def _exchange_gradients(self) -> None:
         exchange, grads = self._exchange, {}

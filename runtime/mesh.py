@@ -31,7 +31,7 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("PLANNER_CO
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Meshes:
-    """This rank's place and groups. `dense` is None where the dense part is not distributed (world size 1)."""
+    """This rank's place and groups. `dense` is None without a process group."""
 
     layout: Layout
     rank: int
@@ -56,8 +56,8 @@ class Meshes:
 
 
 def build_meshes(layout: Layout, device: torch.device) -> Meshes:
-    """Collective over all ranks. Without a process group only a layout of one rank can be built."""
-    if layout.world_size == 1:
+    """Collective over all ranks. Without a process group only a layout of one rank can be built, and `dense` is None."""
+    if layout.world_size == 1 and not dist.is_initialized():
         return Meshes(layout=layout, rank=0, device=device, dense=None, sparse_group=None, sparse_replicas=None)
     if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
         have = dist.get_world_size() if dist.is_initialized() else 1
@@ -76,7 +76,7 @@ def start(device: torch.device) -> None:
 
 
 def leave(*owners: list) -> None:
-    """Leave the job so that no process aborts: barrier, drop what holds groups (the lists in `owners` are emptied), collect, destroy.
+    """Leave the job so that no process aborts: barrier, drop what holds groups (the `owners` are emptied), collect, destroy.
 
     Destroying the groups while modules that registered hooks on them were alive aborted up to a third of the exits here.
     """
@@ -90,7 +90,7 @@ def leave(*owners: list) -> None:
 
 
 def wait(work: dist.Work | None, timer: PhaseTimer | None) -> None:
-    """Wait for a collective; the time is `exposed_communication`. On gloo the main thread waits, on NCCL the current stream does."""
+    """Wait for a collective; timed as `exposed_communication`. On gloo the main thread waits, on NCCL the current stream."""
     if work is None:
         return
     if timer is None:

@@ -1,0 +1,45 @@
+"""Activation checkpointing of single blocks, by policy.
+
+    none        everything that autograd saves stays until backward
+    selective   outputs of matrix products and attention stay; norms, activations and copies run again
+    full        only the block's inputs stay; the whole forward runs again
+
+`quantized` belongs to the precision recipes and is not executable here.
+"""
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import kernels  # noqa: F401 - registers the operators named below
+from costmodel.plan import Checkpoint
+
+EXECUTABLE = ("none", "selective", "full")
+
+
+def _saved_operators() -> frozenset:
+    aten, own = torch.ops.aten, torch.ops.planner_kernels
+    return frozenset({
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
+        own.attention_forward.default, own.block_attention_forward.default,
+    })
+
+
+def _policy(saved: frozenset, _context, operator, *_args, **_kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_checkpointing(block: nn.Module, policy: Checkpoint) -> None:
+    """Replaces `block.forward` in place. Raises ValueError for a policy that is not executable."""
+    if policy not in EXECUTABLE:
+        raise ValueError(f"checkpoint policy {policy!r} is not executable; the runtime has {', '.join(EXECUTABLE)}")
+    if policy == "none":
+        return
+    context_fn = {}
+    if policy == "selective":
+        context_fn["context_fn"] = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, _saved_operators()))
+    # no block draws random numbers, so the generator's state need not be kept
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context_fn)

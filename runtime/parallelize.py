@@ -1,0 +1,162 @@
+"""One function applies a plan to a model, in this order:
+
+    embeddings -> checkpointing -> precision -> compile -> fully_shard
+
+The FSDP unit is a block: every block of every region is one unit, the root module holds no parameters of its own. Collectives of the dense part, per
+micro-batch, U units in forward order:
+
+    forward    unit u: all-gather of its parameters (param dtype), then its compute; with `reshard_after_forward` they are freed after it
+    backward   unit u, last to first: all-gather again if it was freed; its compute; reduce-scatter of its gradients (fp32), then with ddp > 1
+               all-reduce of the scattered gradients (fp32) over the ddp axis. Under accumulation gradients are reduced on the last micro-batch only.
+
+On gloo every one of them is issued and waited for by the main thread at that place, so nothing overlaps and the whole wait is `exposed_communication`.
+On NCCL all-gathers run on their own stream, one unit ahead in backward, reductions on theirs; the compute stream waits where FSDP2
+needs the result. The part of the wait that the compute stream spends idle is `exposed_communication`: before a unit for all-gathers, after the last compute
+of backward for reductions.
+
+Gradients are averaged over all ranks. The ddp axis is reduced by a hook of ours on FSDP2 over the fsdp axis instead of by its own 2-D mesh: the
+mathematics is the same and the wait can be timed.
+
+Precision: `fp32` computes in fp32. `bf16` keeps parameters, gradients' reduction and optimizer in fp32; the block's parameters are cast to bf16 when
+gathered (on one rank too), its floating inputs on entry.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from costmodel.plan import Plan, RegionOption
+from runtime.checkpointing import apply_checkpointing
+from runtime.embedding import ShardedEmbeddings
+from runtime.mesh import Meshes, all_gather_single, reduce_scatter_single, wait
+from runtime.model import GEM
+from runtime.phases import PhaseTimer
+
+PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Parallelized:
+    """The dense model, ready to be called, and the sharded tables that feed it."""
+
+    dense: GEM
+    embeddings: ShardedEmbeddings
+
+    def set_last_microbatch(self, last: bool) -> None:
+        """Whether the next backward reduces gradients."""
+        if isinstance(self.dense, FSDPModule):
+            self.dense.set_requires_gradient_sync(last)
+
+
+def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) -> Parallelized:
+    """Applies `plan` to `model` in place. Raises ValueError for options that are not executable here."""
+    embeddings = ShardedEmbeddings(plan.model.tables, plan.tables, meshes, seed=plan.seed, timer=timer,
+                                   learning_rate=plan.workload.sparse_learning_rate, sync_every=plan.layout.sync_every)
+    blocks = block_options(model, plan)
+    for block, option in blocks:
+        apply_checkpointing(block, option.checkpoint)
+    if plan.execution == "compile":
+        for block, _ in blocks:
+            block.compile(dynamic=True)
+    elif plan.execution != "eager":
+        raise ValueError(f"execution {plan.execution!r} is not executable; the runtime has eager, compile")
+    if needs_fsdp(plan):
+        _fully_shard(model, blocks, plan=plan, meshes=meshes, timer=timer)
+    return Parallelized(dense=model, embeddings=embeddings)
+
+
+def needs_fsdp(plan: Plan) -> bool:
+    """One rank in fp32 runs the plain modules: there is nothing to gather, to cast or to reduce."""
+    return plan.layout.world_size > 1 or any(o.precision != "fp32" for r in plan.regions for o in r.options)
+
+
+def block_options(model: GEM, plan: Plan) -> list[tuple[nn.Module, RegionOption]]:
+    """Every block in forward order with its option. Raises ValueError where the plan's regions do not fit the model's."""
+    regions, planned = model.regions(), {r.region: r for r in plan.regions}
+    if set(regions) != set(planned) or len(planned) != len(plan.regions):
+        raise ValueError(f"regions: the model has {', '.join(regions)}; the plan has {', '.join(r.region for r in plan.regions)}")
+    found = []
+    for name, blocks in regions.items():
+        options = [option for option in planned[name].options for _ in range(option.count)]
+        if len(options) != len(blocks):
+            raise ValueError(f"region {name}: the plan has options for {len(options)} blocks, the model has {len(blocks)}")
+        for (parent, key), option in zip(blocks, options):
+            if option.precision not in PARAM_DTYPES:
+                raise ValueError(f"region {name}: precision {option.precision!r} is not executable; the runtime has {', '.join(PARAM_DTYPES)}")
+            found.append((parent.get_submodule(key), option))
+    return found
+
+
+def _fully_shard(model: GEM, blocks: list[tuple[nn.Module, RegionOption]], *, plan: Plan, meshes: Meshes, timer: PhaseTimer) -> None:
+    assert meshes.dense is not None, "fully_shard needs a process group"
+    mesh, reshard = meshes.dense["fsdp"], plan.layout.reshard_after_forward
+    for block, option in blocks:
+        policy = MixedPrecisionPolicy(param_dtype=PARAM_DTYPES[option.precision], reduce_dtype=torch.float32)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(TimedAllGather(timer))
+            module.set_custom_reduce_scatter(TimedReduceScatter(timer))
+            if plan.layout.ddp > 1:
+                module.set_all_reduce_hook(_ddp_hook(meshes.dense["ddp"].get_group(), timer))
+
+
+def _ddp_hook(group: dist.ProcessGroup, timer: PhaseTimer):
+    size = group.size()
+
+    def average(gradients: Tensor) -> None:
+        if gradients.is_cuda:
+            dist.all_reduce(gradients, op=dist.ReduceOp.AVG, group=group)
+        else:
+            wait(dist.all_reduce(gradients, group=group, async_op=True), timer)
+            gradients /= size
+
+    return average
+
+
+class _Allocating:
+    def __init__(self, timer: PhaseTimer) -> None:
+        self.timer = timer
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TimedAllGather(_Allocating, AllGather):
+    """FSDP2's all-gather with its wait timed: at once on the host's backends, where the compute stream waits on CUDA."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+        if output_tensor.is_cuda:
+            return _TimedWork(work, self.timer)
+        wait(work, self.timer)
+        return None
+
+
+class TimedReduceScatter(_Allocating, ReduceScatter):
+    """FSDP2's reduce-scatter with its wait timed on the host's backends; on CUDA FSDP2's own stream waits."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op: bool = False) -> dist.Work | None:
+        if output_tensor.is_cuda:
+            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        wait(reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=True), self.timer)
+        return None
+
+
+class _TimedWork(dist.Work):
+    """A collective whose `wait` (of the current stream) is timed as exposed communication."""
+
+    def __init__(self, work: dist.Work, timer: PhaseTimer) -> None:
+        super().__init__()
+        self._work, self._timer = work, timer
+
+    def wait(self, *args) -> bool:
+        with self._timer.phase("exposed_communication"):
+            self._work.wait(*args)
+        return True

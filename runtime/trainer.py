@@ -1,0 +1,272 @@
+"""The training loop. It executes a plan's step and measures it; how the step is distributed is `runtime.parallelize`'s affair.
+
+One step, phase by phase (every `wait` inside is `exposed_communication`; what is not listed is `other`):
+
+    input      the step's micro-batches from the loader, copied to the device
+    per micro-batch:
+      sparse     ids exchanged, rows looked up and exchanged (runtime.embedding)
+      forward    dense model and loss; FSDP all-gathers (runtime.parallelize)
+      backward   dense backward; FSDP all-gathers and reductions
+      sparse     row gradients exchanged; on the last micro-batch the fused update of the tables
+    optimizer  AdamW on this rank's shards, gradients dropped
+    other      the step's report: an all-reduce of (loss, stop), issued here and waited for at the end of the NEXT step
+
+The report is late by one step so that no step waits for the slowest rank or, on CUDA, for the device. All ranks read the same
+report, so they stop at the same step whichever rank caught the signal, and a loss that is not finite ends the run on all of them.
+"""
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from costmodel.codec import content_hash
+from costmodel.plan import Plan
+from costmodel.runresult import PHASES, Measured, MeasuredMemory, StepTime
+from runtime import checkpoint, memory
+from runtime.batch import Batch
+from runtime.data import Loader, Source, evaluation_batches
+from runtime.mesh import Meshes, build_meshes, wait
+from runtime.metrics import Metrics
+from runtime.model import GEM
+from runtime.optimizer import build_dense_optimizer
+from runtime.parallelize import Parallelized, parallelize
+from runtime.phases import PhaseTimer
+from runtime.quality import NormalizedEntropy
+
+WARMUP_STEPS = 3
+TRACKED_STEP = 1  # whose saved activations are counted; the first step also allocates what lives for the whole run
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss of `step` (from 0) is NaN or infinite."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(f"the loss of step {step} is {loss}; parameters are not usable any more, resume from a checkpoint with a lower "
+                         "learning rate or another precision")
+        self.step = step
+
+
+class StepReport:
+    """Sums (loss, stop) over ranks, one step late."""
+
+    def __init__(self, meshes: Meshes, timer: PhaseTimer) -> None:
+        self._meshes, self._timer = meshes, timer
+        self._pending: tuple[int, Tensor, dist.Work | None] | None = None
+
+    def post(self, step: int, loss: Tensor, *, stop: bool) -> None:
+        """loss: 0-dim, this rank's share of the global mean loss."""
+        value = torch.stack([loss.detach().float(), torch.full_like(loss, float(stop), dtype=torch.float32)])
+        work = dist.all_reduce(value, async_op=True) if self._meshes.world_size > 1 else None
+        self._pending = (step, value, work)
+
+    def collect(self) -> tuple[int, float, bool] | None:
+        """(step, global mean loss, stop asked) of the step posted last, or None."""
+        if self._pending is None:
+            return None
+        step, value, work = self._pending
+        self._pending = None
+        wait(work, self._timer)
+        loss, stop = value.tolist()
+        return step, loss, stop > 0
+
+
+class Trainer:
+    """A plan set up on this rank. `losses[i]`: mean loss of step i over the global batch.
+
+    stop: asked after every step; a true answer on any rank ends training on all ranks at the same step.
+    """
+
+    def __init__(self, plan: Plan, source: Source, *, device: torch.device, metrics: Metrics | None = None,
+                 stop: Callable[[], bool] = lambda: False) -> None:
+        self.plan, self.source, self.device, self._stop = plan, source, device, stop
+        self.metrics = metrics or Metrics(None, resume=False, progress=False)
+        self.meshes = build_meshes(plan.layout, device)
+        self.timer = PhaseTimer(device)
+        torch.manual_seed(plan.seed)
+        with device:
+            model = GEM(plan.model)
+        self.model: Parallelized = parallelize(model, plan=plan, meshes=self.meshes, timer=self.timer)
+        self.optimizer = build_dense_optimizer(model.parameters(), lr=plan.workload.learning_rate, weight_decay=plan.workload.weight_decay)
+        self.loader = self._loader(0)
+        self.step = 0
+        self.losses: list[float] = []
+        self.phases: list[dict[str, float]] = []
+        self.saved_activations: int | None = None
+        self.interrupted = False
+
+    def _loader(self, start: int) -> Loader:
+        cuda = self.device.type == "cuda"
+        return Loader.of_plan(self.plan, self.source, rank=self.meshes.rank, start=start, prefetch=2 if cuda else 0, pin=cuda)
+
+    @property
+    def samples_per_rank(self) -> int:
+        """A rank's samples of one optimizer step, the divisor of its loss sum; the global mean is the mean over ranks."""
+        return self.plan.local_batch * self.plan.accumulation
+
+    # --- training ---
+
+    def train(self, num_steps: int | None = None) -> None:
+        """Trains up to optimizer step `num_steps` of the whole training (default: what the workload says).
+
+        Returns early with `interrupted` set where a stop was asked. Raises NonFiniteLoss.
+        """
+        total = self.loader.num_steps if num_steps is None else min(num_steps, self.loader.num_steps)
+        report = StepReport(self.meshes, self.timer)
+        batches = iter(self.loader)
+        try:
+            while self.step < total and not self.interrupted:
+                self._step(batches, report, total)
+            self._read_report(report, total)
+        finally:
+            self.timer.abandon_step()
+            batches.close() if hasattr(batches, "close") else None
+
+    def _step(self, batches: Iterator[tuple[Batch, ...]], report: StepReport, total: int) -> None:
+        timer = self.timer
+        timer.start_step()
+        with timer.phase("input"):
+            microbatches = [b.to(self.device, non_blocking=True) for b in next(batches)]
+        track = len(self.phases) == TRACKED_STEP
+        losses = [self._microbatch(b, last=b is microbatches[-1], track=track and i == 0) for i, b in enumerate(microbatches)]
+        with timer.phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._read_report(report, total)
+        report.post(self.step, torch.stack(losses).sum() / self.meshes.world_size, stop=self._stop())
+        timer.end_step()
+        self.step += 1
+        self.phases += timer.finished()
+
+    def _microbatch(self, batch: Batch, *, last: bool, track: bool) -> Tensor:
+        """Forward and backward; returns this rank's share of its mean loss, detached."""
+        timer, model = self.timer, self.model
+        model.set_last_microbatch(last)
+        tracker = memory.StorageTracker() if track else None
+        if tracker is not None:
+            tracker.__enter__()
+        with timer.phase("sparse"):
+            leaves = model.embeddings.forward(batch)
+        with timer.phase("forward"):
+            loss = task_loss(model.dense(leaves, batch), batch.labels) / self.samples_per_rank
+        if tracker is not None:
+            tracker.__exit__(None, None, None)
+            gathered = memory.storage_ids((*model.dense.parameters(), *batch.tensors()))
+            self.saved_activations = tracker.alive_bytes(gathered)
+        with timer.phase("backward"):
+            loss.backward()
+        with timer.phase("sparse"):
+            model.embeddings.backward(last_microbatch=last)
+        return loss.detach()
+
+    def _read_report(self, report: StepReport, total: int) -> None:
+        found = report.collect()
+        if found is None:
+            return
+        step, loss, stop = found
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(step, loss)
+        self.losses.append(loss)
+        if self.phases:
+            self.metrics.step(step, total, loss, self.phases[-1])
+        self.interrupted = stop
+
+    # --- evaluation ---
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Normalized entropy of every task on the held-out events; the same on every rank."""
+        heads = self.plan.model.heads
+        entropies = [NormalizedEntropy() for _ in heads]
+        for batch in evaluation_batches(self.source, batch=self.plan.local_batch, world_size=self.meshes.world_size, rank=self.meshes.rank):
+            batch = batch.to(self.device)
+            logits = self.model.dense(self.model.embeddings.forward(batch), batch).float().cpu().numpy()
+            self.model.embeddings.discard()
+            labels = batch.labels.cpu().numpy()
+            for i, entropy in enumerate(entropies):
+                entropy.update(logits[:, i], labels[:, i])
+        sums = torch.tensor([e.sums() for e in entropies], dtype=torch.float64, device=self.device)
+        if self.meshes.world_size > 1:
+            dist.all_reduce(sums)
+        return {head.name: NormalizedEntropy(*row).value() for head, row in zip(heads, sums.tolist())}
+
+    # --- checkpoints ---
+
+    def save(self, root: Path) -> Path:
+        """A checkpoint of the state between two steps. Collective."""
+        progress = checkpoint.Progress(step=self.step, position=self.step * self.loader.global_batch, model=content_hash(self.plan.model),
+                                       losses=tuple(self.losses))
+        return checkpoint.save(root, progress, model=self.model.dense, optimizer=self.optimizer, embeddings=self.model.embeddings)
+
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint of this plan or of another plan for the same model and global batch. Collective."""
+        progress = checkpoint.load(path, model=self.model.dense, optimizer=self.optimizer, embeddings=self.model.embeddings,
+                                   fingerprint=content_hash(self.plan.model))
+        self.step, self.losses = progress.step, list(progress.losses)
+        self.loader = self._loader(progress.position)
+
+    # --- measurements ---
+
+    def measured(self) -> tuple[Measured | None, int]:
+        """Timings of the steps after the warm-up, over all ranks, and how many steps the warm-up had. Collective."""
+        self.phases += self.timer.finished(wait=True)
+        warmup = min(WARMUP_STEPS, len(self.phases) - 1) if self.phases else 0
+        own = np.array([[p[name] for name in PHASES] for p in self.phases[warmup:]])
+        sizes = self._memory()
+        everyone: list = [(own, sizes)]
+        if self.meshes.world_size > 1:
+            everyone = [None] * self.meshes.world_size
+            dist.all_gather_object(everyone, (own, sizes))
+        if not len(own):
+            return None, warmup
+        phases = np.mean([p for p, _ in everyone], axis=0)
+        steps = phases.sum(axis=1)
+        largest = {key: _largest([s[key] for _, s in everyone]) for key in sizes}
+        return Measured(
+            step_time_s=StepTime(median=float(np.median(steps)), mean=float(steps.mean()), p10=float(np.percentile(steps, 10)),
+                                 p90=float(np.percentile(steps, 90))),
+            phases_s=dict(zip(PHASES, phases.mean(axis=0).tolist())), memory_bytes=MeasuredMemory(**largest),
+            examples_per_second=self.loader.global_batch / float(statistics.median(steps.tolist()))), warmup
+
+    def _memory(self) -> dict[str, float | None]:
+        stored = self.model.embeddings.storages
+        sizes = {**memory.dense_bytes(self.model.dense, self.optimizer), "tables": sum(s.weight_bytes for s in stored),
+                 "table_state": sum(s.state_bytes for s in stored), "saved_activations": self.saved_activations,
+                 "peak_allocated": None, "reserved": None}
+        if self.device.type == "cuda":
+            sizes["peak_allocated"], sizes["reserved"] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return sizes
+
+
+def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Binary cross entropy with logits `(B, num_heads)`, summed over samples and tasks, in fp32."""
+    return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
+
+
+def _largest(values: list[float | None]) -> float | None:
+    known = [float(v) for v in values if v is not None]
+    return max(known) if known else None
+
+
+def wall_clock() -> Callable[[], float]:
+    """Seconds since the last call."""
+    last = time.perf_counter()
+
+    def lap() -> float:
+        nonlocal last
+        now = time.perf_counter()
+        last, spent = now, now - last
+        return spent
+
+    return lap
+
+
+__all__ = ["NonFiniteLoss", "Trainer", "task_loss", "wall_clock"]
