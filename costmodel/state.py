@@ -1,4 +1,4 @@
-"""Where the user's own files live: calibrations, the ledger, prepared data sets. The planner writes them, the runtime finds them."""
+"""Where the user's own files live: calibrations, ledger, prepared data sets. The planner writes them, the runtime finds them."""
 from __future__ import annotations
 
 import os

@@ -83,7 +83,8 @@ def build(events: Events, *, max_history: int | None) -> Histories:
     return Histories(begin=begin, end=user_before, past_item=events.item[by_user],
                      past_action=np.where(events.liked[by_user], LIKE, DISLIKE).astype(np.int64),
                      user=events.user, item=events.item, label=events.liked.astype(np.float32),
-                     statistics=np.ascontiguousarray(statistics), num_train=num_train, num_users=events.num_users, num_items=events.num_items)
+                     statistics=np.ascontiguousarray(statistics), num_train=num_train, num_users=events.num_users,
+                     num_items=events.num_items)
 
 
 def _causal(key: np.ndarray, events: Events) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
