@@ -25,7 +25,6 @@ from costmodel import compute
 from costmodel.blocks import BatchShape, Block, JaggedShape, activation_dtype
 from costmodel.calibration import MINIMUM_WIDTH, Calibration, OpTime
 from costmodel.comms import GroupShape, Network, layout_groups, network
-from costmodel.memory import sharded_elements
 from costmodel.model import DTYPE_BYTES
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
@@ -122,13 +121,24 @@ class Pricer:
         """One block's forward or backward, corrected by its kind's composition."""
         key = (id(block), precision, phase)
         if key not in self._blocks:
-            self._blocks[key] = self._corrected(block.kind, self.ops(block.forward(batch, precision), phase), phase, len(block.forward(batch, precision)))
+            ops = block.forward(batch, precision)
+            self._blocks[key] = self._corrected(block.kind, self.ops(ops, phase), phase, len(ops))
         return self._blocks[key]
 
     def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
         """What runs again before a block's backward."""
-        again = block.recomputed(batch, precision, policy)
-        return self._corrected(block.kind, self.ops(again, FORWARD), FORWARD, len(again)) if again else NO_COST
+        key = (id(block), precision, policy)
+        if key not in self._blocks:
+            again = block.recomputed(batch, precision, policy)
+            self._blocks[key] = self._corrected(block.kind, self.ops(again, FORWARD), FORWARD, len(again)) if again else NO_COST
+        return self._blocks[key]
+
+    def unit(self, kind: str, block: Block) -> Cost:
+        """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`."""
+        key = (id(block), kind, STEP)
+        if key not in self._blocks:
+            self._blocks[key] = self.ops([op(kind, parameters=block.num_parameters, tensors=block.num_tensors)], STEP)
+        return self._blocks[key]
 
     def _corrected(self, kind: str, cost: Cost, phase: str, count: int) -> Cost:
         found = self.calibration.composition(kind, phase, self.active_ranks) if self.calibration is not None else None
@@ -323,9 +333,9 @@ class _Builder:
             return None
         block, fsdp = unit.region.block, self.plan.layout.fsdp
         each = dtype_bytes(activation_dtype(unit.precision))
-        gather = self.collective(f"gather {unit.region.name}", "all_gather", each * fsdp * sharded_elements(unit.region, fsdp), self.groups["fsdp"],
+        gather = self.collective(f"gather {unit.region.name}", "all_gather", each * fsdp * block.sharded_elements(fsdp), self.groups["fsdp"],
                                  deps=(before,), region=unit.region.name)
-        cost = self.pricer.ops([op("fsdp_gather", parameters=block.num_parameters, tensors=len(block.parameters))], STEP)
+        cost = self.pricer.unit("fsdp_gather", block)
         return self.compute(f"unshard {unit.region.name}", cost, phase, unit.region.name, deps=(gather,))
 
     def backward(self, *, reduce: bool) -> list[int | None]:
@@ -352,9 +362,9 @@ class _Builder:
     def reduce(self, unit: _Unit, scattered: int | None, reduced: int | None) -> tuple[int | None, int | None]:
         """Reduce-scatter over fsdp, then all-reduce of the shard over ddp, both fp32. Takes and returns the ends of the last (scatter, both)."""
         block, name, layout = unit.region.block, unit.region.name, self.plan.layout
-        cost = self.pricer.ops([op("fsdp_reduce", parameters=block.num_parameters, tensors=len(block.parameters))], STEP)
+        cost = self.pricer.unit("fsdp_reduce", block)
         done: int | None = self.compute(f"pack gradients {name}", cost, "backward", name, deps=(scattered,))
-        sharded = 4.0 * sharded_elements(unit.region, layout.fsdp)
+        sharded = 4.0 * block.sharded_elements(layout.fsdp)
         scatter = self.collective(f"reduce {name}", "reduce_scatter", sharded * layout.fsdp, self.groups["fsdp"], deps=(done, reduced), region=name)
         summed = self.collective(f"all-reduce {name}", "all_reduce", sharded, self.groups["ddp"], deps=(done, scatter), region=name)
         return scatter, summed if summed is not None else scatter
@@ -388,8 +398,8 @@ class _Builder:
         self.collective("tables average", "all_reduce", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True, share=1.0 / layout.sync_every)
 
     def optimizer(self, reductions: Sequence[int | None]) -> None:
-        parameters = sum(sharded_elements(u.region, self.plan.layout.fsdp) for u in self.units)
-        tensors = sum(len(u.region.block.parameters) for u in self.units)
+        parameters = sum(u.region.block.sharded_elements(self.plan.layout.fsdp) for u in self.units)
+        tensors = sum(u.region.block.num_tensors for u in self.units)
         cost = self.pricer.ops([op("adamw", parameters=parameters, tensors=tensors)], STEP)
         self.compute("adamw", cost, "optimizer", deps=reductions)
         calibration = self.pricer.calibration

@@ -25,7 +25,6 @@ On a CPU there is no caching allocator and no context: allocated = reserved, tra
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.calibration import Calibration
@@ -74,18 +73,13 @@ class BlockMemory:
     sharded: float
 
 
-def sharded_elements(region: Region, fsdp: int) -> int:
-    """Elements of one block's parameters on the fullest rank of an fsdp group."""
-    return sum(-(-shape[0] // fsdp) * math.prod(shape[1:]) for _, shape in region.block.parameters)
-
-
 def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoint: str, fsdp: int) -> BlockMemory:
     """What one block of `region` takes under (precision, checkpoint)."""
     block = region.block
     low = dtype_bytes(activation_dtype(precision))
     return BlockMemory(region=region.name, saved=block.saved_bytes(batch, precision, checkpoint),
                        whole=block.saved_bytes(batch, precision, "none"), workspace=block.workspace_bytes(batch, precision),
-                       unsharded=low * block.num_parameters if fsdp > 1 else 0.0, sharded=4.0 * sharded_elements(region, fsdp))
+                       unsharded=low * block.num_parameters if fsdp > 1 else 0.0, sharded=4.0 * block.sharded_elements(fsdp))
 
 
 def block_memories(plan: Plan, batch: BatchShape) -> list[BlockMemory]:

@@ -8,7 +8,7 @@ import dataclasses
 import fnmatch
 
 from costmodel.blocks import Block, Heads, Mlp, SequenceInput, Summary, block_class
-from costmodel.codec import content_hash, suggest
+from costmodel.codec import suggest
 from costmodel.model import Model
 from costmodel.plan import RegionOption, RegionPlan
 
@@ -32,17 +32,17 @@ class Region:
         return self.count * self.block.num_parameters
 
 
-_cache: dict[str, tuple[Region, ...]] = {}
+_cache: dict[int, tuple[Model, tuple[Region, ...]]] = {}
 
 
 def regions(model: Model) -> tuple[Region, ...]:
     """The regions of `model` in forward order. Raises ValueError for a layer kind or field that no block class knows."""
-    key = content_hash(model)
+    key = id(model)  # the model is kept beside its regions, so that its id stays taken
     if key not in _cache:
-        if len(_cache) > 64:
+        if len(_cache) > 256:
             _cache.clear()
-        _cache[key] = _build(model)
-    return _cache[key]
+        _cache[key] = (model, _build(model))
+    return _cache[key][1]
 
 
 def _build(model: Model) -> tuple[Region, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -39,7 +40,7 @@ _LAYER_FIELDS = ("heads", "head_dim", "mlp_dim", "causal", "window", "divisor", 
 _LAYER_DEFAULTS = {f.name: f.default if f.default is not dataclasses.MISSING else {} for f in dataclasses.fields(LayerGroup)}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class JaggedShape:
     """A jagged batch by its histogram: `weights[i]` histories of `lengths[i]` events, and the longest history of the batch.
 
@@ -64,11 +65,11 @@ class JaggedShape:
         values, p = lengths.pmf()
         return cls(lengths=values, weights=p * samples, longest=expected_longest(lengths, float(samples)))
 
-    @property
+    @functools.cached_property
     def samples(self) -> float:
         return float(self.weights.sum())
 
-    @property
+    @functools.cached_property
     def tokens(self) -> float:
         return self.token_factor * float(self.weights @ self.lengths)
 
@@ -158,9 +159,23 @@ class Block(abc.ABC):
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         """Every tensor that a policy may keep."""
 
-    @property
+    @functools.cached_property
     def num_parameters(self) -> int:
-        return sum(int(np.prod(shape, dtype=np.int64)) for _, shape in self.parameters)
+        return sum(math.prod(shape) for _, shape in self.parameters)
+
+    @functools.cached_property
+    def num_tensors(self) -> int:
+        return len(self.parameters)
+
+    def sharded_elements(self, ranks: int) -> int:
+        """Elements on the fullest of `ranks` ranks when every parameter `(d0, ...)` is split on d0, padded: ceil(d0 / ranks) rows each."""
+        if ranks not in self._sharded:
+            self._sharded[ranks] = sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for _, shape in self.parameters)
+        return self._sharded[ranks]
+
+    @functools.cached_property
+    def _sharded(self) -> dict[int, int]:
+        return {}
 
     def flops(self, batch: BatchShape, phase: str = FORWARD) -> float:
         """Executed FLOPs of one block."""

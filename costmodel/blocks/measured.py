@@ -22,7 +22,7 @@ _SEQUENCE = "sequence"
 _INTEGERS = ("heads", "head_dim", "mlp_dim", "window", "block", "num_queries", "num_experts")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _TotalsShape(JaggedShape):
     """A batch of which only the totals are known."""
 
