@@ -1,0 +1,340 @@
+"""Triton kernels behind `kernels.norm_quant`: whole rows in registers, each input element read once and each output written once.
+
+A program holds ROWS rows of BLOCK_D columns (the power of two that covers D). Only the 32 x 32 scaling needs 32 rows at a time: it
+walks over column blocks twice or three times, and its re-reads come from L1 and L2. The backward is a persistent grid: each program
+adds its rows' share of the weight gradient up in registers and writes it once; the shares are then summed in a fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels._fp8 import E4M3_MAX, HADAMARD_BLOCK, MIN_AMAX
+from kernels._rounding_triton import random_bits
+from kernels.norm_quant import scales_shape
+
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_MIN_AMAX = tl.constexpr(MIN_AMAX)
+_HADAMARD = tl.constexpr(HADAMARD_BLOCK)
+_HADAMARD_NORM = tl.constexpr(HADAMARD_BLOCK**-0.5)
+_HADAMARD_STAGES = tl.constexpr(HADAMARD_BLOCK.bit_length() - 1)
+MAX_DIM = 65536
+ELEMENTS = 4096  # of x in a program, at least one row
+ELEMENTS_PER_THREAD = 16  # 32 bytes of bf16 in, 16 bytes of fp8 out
+BACKWARD_PROGRAMS_PER_SM = 4
+
+
+# --- pieces --------------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _magnitude_bits(x):
+    """Bits of |x|: as integers they order like magnitudes, with Inf above all numbers and NaN above Inf."""
+    return tl.cast(x, tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _fp32_scale(amax_bits):
+    amax = tl.cast(amax_bits, tl.float32, bitcast=True)
+    amax = tl.where(amax_bits >= 0x7F800000, float("nan"), amax)
+    amax = tl.where(amax < _MIN_AMAX, _MIN_AMAX, amax)
+    return tl.div_rn(amax, tl.full(amax.shape, _E4M3_MAX, tl.float32))
+
+
+@triton.jit
+def _inverse(scale):
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def _e8m0_code(amax_bits, RCEIL: tl.constexpr):
+    code = (amax_bits >> 23) - 8
+    if RCEIL:
+        code += ((amax_bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.where(amax_bits >= 0x7F800000, 255, tl.maximum(code, 0))
+
+
+@triton.jit
+def _e8m0_inverse(code):
+    return tl.cast(tl.where(code == 255, 0x7FC00000, (254 - code) << 23), tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_e4m3(scaled, index, seed, STOCHASTIC: tl.constexpr):
+    clamped = tl.where(scaled > _E4M3_MAX, _E4M3_MAX, tl.where(scaled < -_E4M3_MAX, -_E4M3_MAX, scaled))  # keeps NaN
+    if STOCHASTIC:
+        noise = (random_bits(index, seed) & 0xFFFFF).to(tl.int32)
+        bits = tl.cast(clamped, tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        size = tl.cast(magnitude, tl.float32, bitcast=True)
+        normal = (magnitude + noise) & -0x100000
+        steps = (tl.where(size < 0.015625, size, 0.0) * 536870912.0).to(tl.int32)  # 2^-9 in fixed point with 20 fraction bits
+        subnormal = tl.cast(((steps + noise) >> 20).to(tl.float32) * 0.001953125, tl.int32, bitcast=True)
+        rounded = tl.where(size < 0.015625, subnormal, normal) | (bits & -0x80000000)
+        clamped = tl.cast(tl.where(magnitude > 0x7F800000, bits, rounded), tl.float32, bitcast=True)
+    return clamped.to(tl.float8e4nv)
+
+
+@triton.jit
+def _hadamard(y, cols, seed, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`kernels._fp8.hadamard_transform` of a (ROWS, BLOCK_D) tile."""
+    sign = (random_bits(cols.to(tl.int64), seed) & 1).to(tl.int32)
+    y = tl.where(sign[None, :] == 1, -y, y)
+    y = tl.reshape(y, [ROWS, BLOCK_D // _HADAMARD, _HADAMARD])
+    for _ in tl.static_range(_HADAMARD_STAGES):  # butterfly on the lowest index bit, which then becomes the highest
+        even, odd = tl.split(tl.reshape(y, [ROWS, BLOCK_D // _HADAMARD, _HADAMARD // 2, 2]))
+        y = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 1, 3, 2]), [ROWS, BLOCK_D // _HADAMARD, _HADAMARD])
+    return tl.reshape(y, [ROWS, BLOCK_D]) * _HADAMARD_NORM
+
+
+@triton.jit
+def _load(ptr, rows, cols, num_rows, dim, ACC: tl.constexpr):
+    mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
+    return tl.load(ptr + rows[:, None] * dim + cols[None, :], mask=mask, other=0.0).to(ACC)
+
+
+@triton.jit
+def _affine(y, weight_ptr, bias_ptr, cols, dim, BIAS: tl.constexpr, ACC: tl.constexpr):
+    y = y * tl.load(weight_ptr + cols, mask=cols < dim, other=0.0).to(ACC)[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + cols, mask=cols < dim, other=0.0).to(ACC)[None, :]
+    return y
+
+
+# --- forward -------------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _normalise(
+    x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps,
+    KIND: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Load whole rows, normalise, store their statistics."""
+    x = _load(x_ptr, rows, cols, num_rows, dim, ACC)
+    if KIND == "none":
+        return x
+    if KIND == "layernorm":
+        mean = tl.sum(x, axis=1) / dim
+        tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+        x = tl.where((cols < dim)[None, :], x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / dim + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    return _affine(x * rstd[:, None], weight_ptr, bias_ptr, cols, dim, BIAS, ACC)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, mean_ptr, rstd_ptr, num_rows, dim, eps,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    y = _normalise(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, ACC)
+    mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
+    tl.store(out_ptr + rows[:, None] * dim + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "hadamard_seed", "seed"])
+def _norm_quantize_kernel(
+    x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, scale_ptr, amax_ptr, mean_ptr, rstd_ptr,
+    num_rows, dim, eps, hadamard_seed, seed,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SCALING: tl.constexpr, BLOCK: tl.constexpr,
+    RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    y = _normalise(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, tl.float32)
+    if HADAMARD:
+        y = _hadamard(y, cols, hadamard_seed, ROWS, BLOCK_D)
+    if SCALING == "tensor_delayed":
+        bits = tl.where((rows < num_rows)[:, None], _magnitude_bits(y), 0)
+        tl.atomic_max(amax_ptr, tl.max(bits, axis=None))  # a maximum of integers: the same in any order
+        scaled = y * _inverse(tl.load(scale_ptr))
+    elif SCALING == "rowwise":
+        scale = _fp32_scale(tl.max(_magnitude_bits(y), axis=1))
+        tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
+        scaled = y * _inverse(scale)[:, None]
+    else:
+        blocks = tl.reshape(y, [ROWS, BLOCK_D // BLOCK, BLOCK])
+        amax = tl.max(_magnitude_bits(blocks), axis=2)
+        block = tl.arange(0, BLOCK_D // BLOCK)
+        target = rows[:, None] * (dim // BLOCK) + block[None, :]
+        mask = (rows < num_rows)[:, None] & (block < dim // BLOCK)[None, :]
+        if SCALING == "block128":
+            scale = _fp32_scale(amax)
+            tl.store(scales_ptr + target, scale, mask=mask)
+            inverse = _inverse(scale)
+        else:
+            code = _e8m0_code(amax, RCEIL)
+            tl.store(scales_ptr + target, code.to(tl.uint8), mask=mask)
+            inverse = _e8m0_inverse(code)
+        scaled = tl.reshape(blocks * inverse[:, :, None], [ROWS, BLOCK_D])
+    place = rows[:, None] * dim + cols[None, :]
+    mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
+    tl.store(values_ptr + place, _to_e4m3(scaled, place, seed, STOCHASTIC), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "hadamard_seed", "seed"])
+def _norm_quantize_square_kernel(
+    x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, num_rows, dim, eps, hadamard_seed, seed,
+    BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """32 rows, BLOCK_D columns at a time; one scale per 32 x 32."""
+    tile = tl.program_id(0).to(tl.int64)
+    rows = tile * 32 + tl.arange(0, 32)
+    mean = tl.zeros([32], tl.float32)
+    rstd = tl.full([32], 1.0, tl.float32)
+    if KIND == "layernorm":
+        total = tl.zeros([32, BLOCK_D], tl.float32)
+        for d0 in range(0, dim, BLOCK_D):
+            total += _load(x_ptr, rows, d0 + tl.arange(0, BLOCK_D), num_rows, dim, tl.float32)
+        mean = tl.sum(total, axis=1) / dim
+        tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+    if KIND != "none":
+        squares = tl.zeros([32, BLOCK_D], tl.float32)
+        for d0 in range(0, dim, BLOCK_D):
+            cols = d0 + tl.arange(0, BLOCK_D)
+            x = tl.where((cols < dim)[None, :], _load(x_ptr, rows, cols, num_rows, dim, tl.float32) - mean[:, None], 0.0)
+            squares += x * x
+        rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / dim + eps)
+        tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    for d0 in range(0, dim, BLOCK_D):
+        cols = d0 + tl.arange(0, BLOCK_D)
+        y = _load(x_ptr, rows, cols, num_rows, dim, tl.float32)
+        if KIND != "none":
+            y = _affine((y - mean[:, None]) * rstd[:, None], weight_ptr, bias_ptr, cols, dim, BIAS, tl.float32)
+        if HADAMARD:
+            y = _hadamard(y, cols, hadamard_seed, 32, BLOCK_D)
+        y = tl.where((rows < num_rows)[:, None], y, 0.0)
+        blocks = tl.reshape(y, [32, BLOCK_D // 32, 32])
+        code = _e8m0_code(tl.max(tl.max(_magnitude_bits(blocks), axis=2), axis=0), RCEIL)
+        block = d0 // 32 + tl.arange(0, BLOCK_D // 32)
+        tl.store(scales_ptr + tile * (dim // 32) + block, code.to(tl.uint8), mask=block < dim // 32)
+        scaled = tl.reshape(blocks * _e8m0_inverse(code)[None, :, None], [32, BLOCK_D])
+        place = rows[:, None] * dim + cols[None, :]
+        mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
+        tl.store(values_ptr + place, _to_e4m3(scaled, place, seed, STOCHASTIC), mask=mask)
+
+
+# --- backward ------------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_rows", "programs"])
+def _norm_backward_kernel(
+    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows, dim, programs,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LAYERNORM: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Rows of tiles pid, pid + programs, ...; partial sums of the weight's and the bias' gradient at the end."""
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_D)
+    weight = tl.load(weight_ptr + cols, mask=cols < dim, other=0.0).to(ACC)
+    d_weight = tl.zeros([ROWS, BLOCK_D], ACC)
+    d_bias = tl.zeros([ROWS, BLOCK_D], ACC)
+    for tile in range(pid, tl.cdiv(num_rows, ROWS), programs):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        x = _load(x_ptr, rows, cols, num_rows, dim, ACC)
+        grad = _load(grad_ptr, rows, cols, num_rows, dim, ACC)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
+        if LAYERNORM:
+            mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)
+            x = tl.where((cols < dim)[None, :], x - mean[:, None], 0.0)
+            d_bias += grad
+        x_hat = x * rstd[:, None]
+        d_weight += grad * x_hat
+        scaled = grad * weight[None, :]
+        dx = scaled - x_hat * (tl.sum(scaled * x_hat, axis=1) / dim)[:, None]
+        if LAYERNORM:
+            dx -= (tl.sum(scaled, axis=1) / dim)[:, None]
+        mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
+        tl.store(dx_ptr + rows[:, None] * dim + cols[None, :], (dx * rstd[:, None]).to(dx_ptr.dtype.element_ty), mask=mask)
+    target = partial_ptr + tl.cast(pid, tl.int64) * dim + cols
+    tl.store(target, tl.sum(d_weight, axis=0), mask=cols < dim)
+    if LAYERNORM:
+        tl.store(target + tl.cast(programs, tl.int64) * dim, tl.sum(d_bias, axis=0), mask=cols < dim)
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------------------
+
+
+def _shape(dim: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps: about ELEMENTS elements, ELEMENTS_PER_THREAD each, 4 to 32 warps."""
+    if dim > MAX_DIM:
+        raise ValueError(f"x: {dim} columns, CUDA takes up to {MAX_DIM}")
+    block_d = max(32, triton.next_power_of_2(dim))
+    rows = max(1, ELEMENTS // block_d)
+    return rows, block_d, min(32, max(4, rows * block_d // (32 * ELEMENTS_PER_THREAD)))
+
+
+def _statistics(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean = torch.empty(x.shape[0] if kind == "layernorm" else 0, dtype=dtype, device=x.device)
+    return mean, torch.empty(x.shape[0] if kind != "none" else 0, dtype=dtype, device=x.device)
+
+
+def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layernorm: bool) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    num_rows, dim = x.shape
+    kind = "layernorm" if layernorm else "rmsnorm"
+    mean, rstd = _statistics(x, kind)
+    out = torch.empty_like(x)
+    rows, block_d, warps = _shape(dim)
+    if num_rows:
+        _norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x, weight.contiguous(), bias.contiguous() if bias is not None else None, out, mean, rstd, num_rows, dim, eps,
+            ROWS=rows, BLOCK_D=block_d, KIND=kind, BIAS=bias is not None,
+            ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=warps,
+        )  # fmt: skip
+    return out, mean, rstd
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, layernorm: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, x = grad.contiguous(), x.contiguous()
+    num_rows, dim = x.shape
+    rows, block_d, warps = _shape(dim)
+    dx = torch.empty_like(x)
+    programs = min(BACKWARD_PROGRAMS_PER_SM * _num_sms(x.device), max(1, triton.cdiv(num_rows, rows)))
+    partial = torch.empty((2 if layernorm else 1, programs, dim), dtype=rstd.dtype, device=x.device)
+    _norm_backward_kernel[(programs,)](
+        grad, x, weight.contiguous(), mean, rstd, dx, partial, num_rows, dim, programs,
+        ROWS=rows, BLOCK_D=block_d, LAYERNORM=layernorm, ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=warps,
+    )  # fmt: skip
+    sums = partial.sum(1)
+    d_bias = sums[1] if layernorm else torch.zeros_like(sums[0])
+    return dx, sums[0].to(weight.dtype).clone(), d_bias.to(weight.dtype).clone()
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def norm_quantize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, scaling: str, scale: Tensor | None,
+    rceil: bool, hadamard_seed: int | None, seed: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x = x.contiguous()
+    weight = weight.contiguous() if weight is not None else None
+    bias = bias.contiguous() if bias is not None else None
+    num_rows, dim = x.shape
+    mean, rstd = _statistics(x, kind)
+    shape, dtype = scales_shape(num_rows, dim, scaling)
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(shape, dtype=dtype, device=x.device)
+    amax = torch.zeros(() if scaling == "tensor_delayed" else (0,), dtype=torch.int32, device=x.device)
+    options = dict(KIND=kind, BIAS=bias is not None, RCEIL=rceil, HADAMARD=hadamard_seed is not None, STOCHASTIC=seed is not None)
+    if num_rows and scaling == "mxfp8_32x32":
+        _norm_quantize_square_kernel[(triton.cdiv(num_rows, 32),)](
+            x, weight, bias, values, scales, mean, rstd, num_rows, dim, eps, hadamard_seed or 0, seed or 0,
+            BLOCK_D=min(128, triton.next_power_of_2(dim)), num_warps=4, **options,
+        )  # fmt: skip
+    elif num_rows:
+        rows, block_d, warps = _shape(dim)
+        block = {"block128": 128, "mxfp8_1x32": 32}.get(scaling, 1)
+        _norm_quantize_kernel[(triton.cdiv(num_rows, rows),)](
+            x, weight, bias, values, scales, scale, amax, mean, rstd, num_rows, dim, eps, hadamard_seed or 0, seed or 0,
+            ROWS=rows, BLOCK_D=block_d, SCALING=scaling, BLOCK=block, num_warps=warps, **options,
+        )  # fmt: skip
+    return values, scales, amax.view(torch.float32), mean, rstd
