@@ -128,7 +128,11 @@ def attention_forward(
     check_offsets_content("k_offsets", k_offsets, k.shape[0], max_k, "max_k")
     bias = (position_table, time_table, q_times, k_times)
     options = _attention_cpu.AttentionOptions(kind=kind, causal=causal, window=window, scale=scale, divisor=divisor)
-    return _backend(q).forward(q, k, v, (q_offsets, k_offsets), bias, options)
+    if q.is_cuda:
+        from kernels import _attention_triton  # triton is absent on machines without an accelerator
+
+        return _attention_triton.forward(q, k, v, (q_offsets, k_offsets), bias, options, max_q=max_q, max_k=max_k)
+    return _attention_cpu.forward(q, k, v, (q_offsets, k_offsets), bias, options)
 
 
 @attention_forward.register_fake
@@ -150,7 +154,13 @@ def attention_backward(
     """Gradients of q, k, v, position table, time table; an absent table's gradient is an empty tensor."""
     bias = (position_table, time_table, q_times, k_times)
     options = _attention_cpu.AttentionOptions(kind=kind, causal=causal, window=window, scale=scale, divisor=divisor)
-    dq, dk, dv, *tables = _backend(q).backward(grad, q, k, v, out, lse, (q_offsets, k_offsets), bias, options)
+    arguments = (grad, q, k, v, out, lse, (q_offsets, k_offsets), bias, options)
+    if q.is_cuda:
+        from kernels import _attention_triton
+
+        dq, dk, dv, *tables = _attention_triton.backward(*arguments, max_q=max_q, max_k=max_k)
+    else:
+        dq, dk, dv, *tables = _attention_cpu.backward(*arguments)
     return dq, dk, dv, *(lse.new_empty(0) if table is None else table for table in tables)
 
 
@@ -183,11 +193,3 @@ def _backward(ctx, grad, _):
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _backend(q: Tensor):
-    if not q.is_cuda:
-        return _attention_cpu
-    from kernels import _attention_triton  # triton is absent on machines without an accelerator
-
-    return _attention_triton

@@ -1,0 +1,213 @@
+"""CUDA path of jagged attention: picks tiles from a table, builds the work map on the device, launches `_attention_kernels`.
+
+Nothing here reads a tensor's values, so nothing synchronises. Tiles depend on dtype, head dim and the caller's `max_q`, `max_k`
+(rounded up to a power of two); every other size is a run-time argument, so a new batch neither tunes nor compiles.
+
+Backward, chosen from the host's numbers alone, all without atomics:
+    few queries (max_q <= 64):  one pass over the keys per (sequence, head), `few_queries_kernel`          5 products
+    enough sequences:           one program per (sequence, K/V head), `keys_outer_kernel` with OWNER       5 products
+    few or very uneven ones:    `keys_outer_kernel` per block of keys, then `queries_kernel` for dQ        7 products, even work
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels import _attention_kernels as kernel
+from kernels._tiles import longest_first, tile_map, zero_unowned
+
+NUM_SMS = 132  # [Datasheet H200 SXM]; only balances work, so that another count costs time, not correctness
+TABLE_COPIES = 32  # bias-table gradients are added in so many copies, which divides the atomics' contention, then summed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """M query rows, N keys, warps, pipeline stages; `split`: keys (or queries) that need no mask get a loop of their own."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    split: bool = True
+
+
+def forward_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
+    """Tiles of the forward kernel."""
+    if dtype == torch.float32:
+        return Tiles(m=32, n=32, warps=4, stages=1)
+    if max_q <= 64:
+        return Tiles(m=64, n=64, warps=4, stages=3 if head_dim <= 128 else 2)
+    if head_dim == 256:
+        return Tiles(m=128, n=64, warps=8, stages=2)
+    return Tiles(m=128, n=64 if head_dim == 128 else 128, warps=8, stages=2 if head_dim == 128 else 3, split=max_k > 256)
+
+
+def keys_outer_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
+    """Tiles of the fused backward, keys outer."""
+    if dtype == torch.float32:
+        return Tiles(m=32, n=32, warps=4, stages=1)
+    if head_dim == 256:
+        return Tiles(m=32, n=64, warps=8, stages=1)
+    if head_dim == 128:
+        return Tiles(m=64, n=128, warps=8, stages=2)
+    return Tiles(m=64, n=128, warps=8, stages=3)
+
+
+def queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
+    """Tiles of the dQ kernel."""
+    if dtype == torch.float32:
+        return Tiles(m=32, n=32, warps=4, stages=1)
+    if head_dim == 256:
+        return Tiles(m=64, n=64, warps=8, stages=1)
+    return Tiles(m=128, n=64, warps=8, stages=2)
+
+
+def few_queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
+    """Tiles of the fused backward for queries that fit one tile."""
+    if dtype == torch.float32:
+        return Tiles(m=32, n=32, warps=4, stages=1)
+    return Tiles(m=32 if max_q <= 32 else 64, n=64, warps=4, stages=2 if head_dim <= 128 else 1)
+
+
+def forward(q, k, v, offsets, bias, options, *, max_q: int, max_k: int, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; arguments as `kernels._attention_cpu.forward`, plus the announced maxima."""
+    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    softmax = options.kind == "softmax"
+    rows, heads, head_dim = q.shape
+    lse = torch.empty((heads, rows if softmax else 0), dtype=torch.float32, device=q.device)
+    if 0 in (rows, heads) or offsets[0].shape[0] < 2:
+        return out.zero_(), lse.fill_(float("-inf"))
+    tiles = tiles or forward_tiles(q.dtype, head_dim, _bucket(max_q), _bucket(max_k), options.kind)
+    slots = tile_map(offsets[0], rows, tiles.m, out)
+    kernel.attention_forward_kernel[(slots.shape[0] * heads,)](
+        q, k, v, out, lse, *offsets, slots, *_bias_arguments(bias, q),
+        *_strides(q, k, v), rows, heads, heads // k.shape[1], options.window, _score_scale(options), 1.0 / options.divisor,
+        **_meta(q, bias, options), M=tiles.m, N=tiles.n, D=head_dim, SPLIT=tiles.split, STAGES=tiles.stages,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(grad, q, k, v, out, lse, offsets, bias, options, *, max_q: int, max_k: int, tiles: Tiles | None = None, path: str | None = None):
+    """Gradients of q, k, v and the bias tables. `path` forces "few", "owner" or "split" (tests and tuning)."""
+    grad, q, k, v = (_unit_stride(x) for x in (grad, q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    tables = [None if t is None else torch.zeros((TABLE_COPIES, *t.shape), dtype=torch.float32, device=q.device) for t in bias[:2]]
+    if 0 in (q.shape[0], k.shape[0], q.shape[1]) or offsets[0].shape[0] < 2:
+        return dq.zero_(), dk.zero_(), dv.zero_(), *(None if t is None else t[0] for t in tables)
+    zero_unowned(offsets[0], dq)
+    zero_unowned(offsets[1], dk, dv)
+    delta = _softmax_delta(grad, out) if options.kind == "softmax" else lse
+    run = {"few": _few_queries, "owner": _owner, "split": _split}[path or backward_path(q, k, offsets[0].shape[0] - 1, max_q, max_k)]
+    run(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, (_bucket(max_q), _bucket(max_k)), tiles)
+    return dq, dk, dv, *(None if t is None else (t.sum(0) / options.divisor).to(b.dtype) for t, b in zip(tables, bias[:2], strict=True))
+
+
+def backward_path(q: Tensor, k: Tensor, num_sequences: int, max_q: int, max_k: int) -> str:
+    """The longest sequence's share decides: one program may own it only if the others keep the remaining SMs busy meanwhile.
+
+    sum(Lq * Lk) is not known on the host; `total_q * total_k / B`, its value for even lengths, stands for it.
+    """
+    if max_q <= 64 and q.shape[1] == k.shape[1]:
+        return "few"
+    per_sm = k.shape[1] * q.shape[0] * k.shape[0] / num_sequences / NUM_SMS
+    return "owner" if 2 * max_q * max_k <= per_sm else "split"
+
+
+def _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles):
+    tiles = tiles or few_queries_tiles(q.dtype, q.shape[2], *maxima, options.kind)
+    order = longest_first(*offsets)
+    kernel.few_queries_kernel[(order.shape[0] * q.shape[1],)](
+        grad, q, k, v, lse, delta, dq, dk, dv, *offsets, order, *_bias_arguments(bias, q), *_table_arguments(tables, q),
+        *_strides(grad, q, k, v), q.shape[0], q.shape[1], options.window, *_backward_scales(options),
+        **_meta(q, bias, options), COPIES=TABLE_COPIES, M=tiles.m, N=tiles.n, D=q.shape[2], STAGES=tiles.stages,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+
+
+def _owner(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles):
+    scratch = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    order = longest_first(*offsets)
+    _keys_outer(
+        grad, q, k, v, lse, delta, dq, scratch, dk, dv, offsets, order, bias, tables, options,
+        tiles or keys_outer_tiles(q.dtype, q.shape[2], *maxima, options.kind), owner=True,
+    )  # fmt: skip
+
+
+def _split(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles):
+    tiles = tiles or keys_outer_tiles(q.dtype, q.shape[2], *maxima, options.kind)
+    slots = tile_map(offsets[1], k.shape[0], tiles.n)
+    _keys_outer(grad, q, k, v, lse, delta, dq, dq, dk, dv, offsets, slots, bias, tables, options, tiles, owner=False)
+    tiles = queries_tiles(q.dtype, q.shape[2], *maxima, options.kind)
+    slots = tile_map(offsets[0], q.shape[0], tiles.m)
+    scale, dq_scale, _ = _backward_scales(options)
+    kernel.queries_kernel[(slots.shape[0] * q.shape[1],)](
+        grad, q, k, v, lse, delta, dq, *offsets, slots, *_bias_arguments(bias, q), *_strides(grad, q, k, v),
+        q.shape[0], q.shape[1], q.shape[1] // k.shape[1], options.window, scale, dq_scale,
+        **_meta(q, bias, options), M=tiles.m, N=tiles.n, D=q.shape[2], STAGES=tiles.stages, num_warps=tiles.warps,
+    )  # fmt: skip
+
+
+def _keys_outer(grad, q, k, v, lse, delta, dq, scratch, dk, dv, offsets, slots, bias, tables, options, tiles, *, owner: bool):
+    kernel.keys_outer_kernel[(slots.shape[0] * k.shape[1],)](
+        grad, q, k, v, lse, delta, dq, scratch, dk, dv, *offsets, slots, *_bias_arguments(bias, q), *_table_arguments(tables, q),
+        *_strides(grad, q, k, v), q.shape[0], q.shape[1], q.shape[1] // k.shape[1], options.window, *_backward_scales(options),
+        **_meta(q, bias, options), COPIES=TABLE_COPIES, OWNER=owner, M=tiles.m, N=tiles.n, D=q.shape[2],
+        SPLIT=tiles.split, STAGES=tiles.stages, num_warps=tiles.warps,
+    )  # fmt: skip
+
+
+def _softmax_delta(grad: Tensor, out: Tensor) -> Tensor:
+    rows, heads, head_dim = grad.shape
+    delta = torch.empty((heads, rows), dtype=torch.float32, device=grad.device)
+    block = max(16, 4096 // head_dim)
+    kernel.softmax_delta_kernel[(triton.cdiv(rows, block),)](
+        grad, out, delta, rows, *_strides(grad, out), HEADS=heads, M=block, D=head_dim, num_warps=4
+    )
+    return delta
+
+
+def _bucket(length: int) -> int:
+    return triton.next_power_of_2(max(length, 1))
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _score_scale(options) -> float:
+    return options.scale * kernel.LOG2E.value if options.kind == "softmax" else options.scale
+
+
+def _backward_scales(options) -> tuple[float, float, float]:
+    """Scale of the scores, of dQ and dK, and of dV."""
+    return _score_scale(options), options.scale / options.divisor, 1.0 / options.divisor
+
+
+def _bias_arguments(bias: tuple, q: Tensor) -> list:
+    position_table, time_table, q_times, k_times = bias
+    tensors = [q if x is None else x.contiguous() for x in (position_table, time_table, q_times, k_times)]
+    return [*tensors, *(0 if table is None else table.shape[0] for table in (position_table, time_table))]
+
+
+def _table_arguments(tables: list, q: Tensor) -> list:
+    return [q if table is None else table for table in tables]
+
+
+def _meta(q: Tensor, bias: tuple, options) -> dict:
+    return {
+        "KIND": "gelu" if options.kind == "gelu_fast" else options.kind,
+        "APPROX": options.kind == "gelu_fast",
+        "CAUSAL": options.causal,
+        "WINDOW": options.window > 0,
+        "POSITION": bias[0] is not None,
+        "TIME": bias[1] is not None,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }

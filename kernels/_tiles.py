@@ -1,0 +1,100 @@
+"""Work maps of jagged kernels, built on the device by one small launch each, without a host synchronisation.
+
+Tile slots. A sequence of rows `[o_b, o_{b+1})` owns the slots from `o_b // BM + b` up to the next sequence's first slot. That is never
+fewer than its `ceil(length / BM)` tiles, so the number of slots, `total // BM + B`, is known on the host and no prefix sum is
+needed; a slot past its sequence's tiles is empty and its program returns at once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SEARCH = 256  # slots per program of the map kernel: one warp-wide binary search each, about 3 us in all
+RANKED = 4096  # above so many sequences the longest one is small beside the whole, and ranking (quadratic) would cost more than it saves
+
+
+def tile_map(offsets: Tensor, rows: int, block: int, out: Tensor | None = None) -> Tensor:
+    """`(rows // block + B,)` int32: the sequence that owns each slot, -1 before the first. Zeroes `out`'s rows no sequence owns."""
+    num_slots = rows // block + offsets.shape[0] - 1
+    slots = torch.empty(num_slots, dtype=torch.int32, device=offsets.device)
+    width = 0 if out is None else out.shape[1] * out.shape[2]
+    grid = (max(triton.cdiv(num_slots, SEARCH), 1),)
+    _map_kernel[grid](
+        offsets, slots, slots if out is None else out, num_slots, offsets.shape[0] - 1, rows,
+        block, width, triton.next_power_of_2(max(width, 1)), SEARCH, num_warps=4,
+    )  # fmt: skip
+    return slots
+
+
+def zero_unowned(offsets: Tensor, *tensors: Tensor) -> None:
+    """Zero the rows of contiguous `(rows, H, D)` tensors outside `[offsets[0], offsets[-1])`; usually there are none."""
+    for x in tensors:
+        width = x.shape[1] * x.shape[2]
+        _zero_kernel[(16,)](offsets, x, offsets.shape[0] - 1, x.shape[0], width, triton.next_power_of_2(max(width, 1)), num_warps=4)
+
+
+def longest_first(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
+    """`(B,)` int32: sequences by falling Lq * Lk, ties by index, so that the programs that take longest start first."""
+    num = q_offsets.shape[0] - 1
+    order = torch.empty(num, dtype=torch.int32, device=q_offsets.device)
+    if num > RANKED:
+        return torch.arange(num, dtype=torch.int32, device=q_offsets.device)
+    _rank_kernel[(triton.cdiv(num, 32),)](q_offsets, k_offsets, order, num, 32, 256, num_warps=4)
+    return order
+
+
+@triton.jit
+def _zero_rows(out, first, last, rows, width, WIDTH: tl.constexpr):
+    """Programs share the rows `[0, first)` and `[last, rows)` between them."""
+    columns = tl.arange(0, WIDTH)
+    zeros = tl.zeros([WIDTH], dtype=out.dtype.element_ty)
+    missing = first + rows - last
+    for index in range(tl.program_id(0), missing, tl.num_programs(0)):
+        row = tl.where(index < first, index, last + index - first).to(tl.int64)
+        tl.store(out + row * width + columns, zeros, mask=columns < width)
+
+
+@triton.jit(do_not_specialize=["num", "rows"])
+def _zero_kernel(offsets, out, num, rows, width, WIDTH: tl.constexpr):
+    _zero_rows(out, tl.load(offsets).to(tl.int32), tl.load(offsets + num).to(tl.int32), rows, width, WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num", "rows"])
+def _map_kernel(offsets, slots, out, num_slots, num, rows, BLOCK: tl.constexpr, width, WIDTH: tl.constexpr, SEARCH: tl.constexpr):
+    slot = tl.program_id(0) * SEARCH + tl.arange(0, SEARCH)
+    low = tl.full([SEARCH], -1, tl.int32)  # the last sequence known to begin at or before the slot
+    high = low + 1 + num
+    span = num + 1
+    while span > 0:
+        middle = (low + high) // 2
+        inside = (middle >= 0) & (middle < num)
+        begin = tl.load(offsets + middle, mask=inside, other=0).to(tl.int32) // BLOCK + middle
+        before = inside & (begin <= slot)
+        low = tl.where(before, middle, low)
+        high = tl.where(inside & (begin > slot), middle, high)
+        span = span // 2
+    tl.store(slots + slot, low, mask=slot < num_slots)
+    if width > 0:
+        _zero_rows(out, tl.load(offsets).to(tl.int32), tl.load(offsets + num).to(tl.int32), rows, width, WIDTH)
+
+
+@triton.jit(do_not_specialize=["num"])
+def _rank_kernel(q_offsets, k_offsets, order, num, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    work = _work(q_offsets, k_offsets, mine, num)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num, STEP):
+        other = start + tl.arange(0, STEP)
+        theirs = _work(q_offsets, k_offsets, other, num)
+        ahead = (theirs[None, :] > work[:, None]) | ((theirs[None, :] == work[:, None]) & (other[None, :] < mine[:, None]))
+        rank += tl.sum((ahead & (other[None, :] < num)).to(tl.int32), axis=1)
+    tl.store(order + rank, mine, mask=mine < num)
+
+
+@triton.jit
+def _work(q_offsets, k_offsets, index, num):
+    inside = index < num
+    q_len = tl.load(q_offsets + index + 1, mask=inside, other=0) - tl.load(q_offsets + index, mask=inside, other=0)
+    k_len = tl.load(k_offsets + index + 1, mask=inside, other=0) - tl.load(k_offsets + index, mask=inside, other=0)
+    return q_len.to(tl.int64) * k_len.to(tl.int64)
