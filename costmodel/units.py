@@ -3,6 +3,7 @@
 Decimal and binary prefixes are different: 1 GB = 1e9 bytes, 1 GiB = 2**30 bytes. `b` and `bit` are bits (links are sold as `400 Gb/s`), `B` is bytes.
 A number without a unit is refused, 0 excepted: nobody can tell whether 80 means GB or GiB.
 """
+
 from __future__ import annotations
 
 import decimal

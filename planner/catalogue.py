@@ -2,6 +2,7 @@
 
 A name is looked up beside the file that mentions it first (`clusters/NAME.yaml`, `models/...`), then in what ships with the planner.
 """
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,8 +1,9 @@
 """What can go wrong, and the exit code of each kind. One mapping for the whole command line.
 
-0 ok, 1 a bug, 2 usage or an invalid file, 3 no feasible plan, 4 a target was missed, 5 a calibration is required but missing or stale, 6 a run failed,
-130 interrupted.
+0 ok, 1 a bug, 2 usage or an invalid file, 3 no feasible plan, 4 a target was missed, 5 a calibration is required but missing or stale,
+6 a run failed, 130 interrupted.
 """
+
 from __future__ import annotations
 
 import dataclasses

@@ -3,6 +3,7 @@
 A `Document` is plain data plus the position of every key and item. Documents nest (a scenario takes in its cluster's file) and can be overridden key
 by key (`set: {cluster.tiers.rdma.bandwidth: 100 GB/s}`) without losing where each value came from. `check` turns a document into a `FileModel`.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -61,7 +62,7 @@ class Document:
 
     def at(self, path: Path_) -> Document:
         """The part at `path` as a document of its own."""
-        inside = {p[len(path):]: position for p, position in self.positions.items() if p[: len(path)] == path}
+        inside = {p[len(path) :]: position for p, position in self.positions.items() if p[: len(path)] == path}
         return Document(data=self.get(path), positions=inside, file=self.file)
 
     def copy(self) -> Document:
@@ -166,8 +167,15 @@ def locate(document: Document, key: str, origin: Path_) -> Path_:
             index = _index(node, part)
             if index is None:
                 names = [str(item.get("name")) if isinstance(item, dict) and "name" in item else str(i) for i, item in enumerate(node)]
-                raise FileError([Fault(position=document.where(origin), path=key,
-                                       message=f"no item {part!r} in {dotted(path, document.data)}{suggest(part, names)}; items: {', '.join(names)}")])
+                raise FileError(
+                    [
+                        Fault(
+                            position=document.where(origin),
+                            path=key,
+                            message=f"no item {part!r} in {dotted(path, document.data)}{suggest(part, names)}; items: {', '.join(names)}",
+                        )
+                    ]
+                )
             path, node = (*path, index), node[index]
         elif isinstance(node, dict):
             # A mapping with a default (e.g. `reliability`) that the file left out is made on the way; a misspelt one is caught by `check`.
@@ -175,7 +183,9 @@ def locate(document: Document, key: str, origin: Path_) -> Path_:
                 node[part] = {}
             path, node = (*path, part), node.get(part)
         else:
-            raise FileError([Fault(position=document.where(origin), path=key, message=f"{dotted(path, document.data)} is {node!r}, it has no {part!r}")])
+            raise FileError(
+                [Fault(position=document.where(origin), path=key, message=f"{dotted(path, document.data)} is {node!r}, it has no {part!r}")]
+            )
     return path
 
 

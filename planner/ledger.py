@@ -1,8 +1,9 @@
 """The ledger: one row a run, with what was predicted and what was measured. SQLite, safe for many writers at once.
 
-Every append is one `BEGIN IMMEDIATE` transaction that waits for its turn. A file that is no ledger is never written to: the row stays in the run's own
-folder (`entry.json`), and `planner ledger --add DIR` appends it later.
+Every append is one `BEGIN IMMEDIATE` transaction that waits for its turn. A file that is no ledger is never written to: the row stays in the
+run's own folder (`entry.json`), and `planner ledger --add DIR` appends it later.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -75,8 +76,11 @@ class Entry:
 _FIELDS = tuple(f.name for f in dataclasses.fields(Entry))
 _JSON = tuple(f.name for f in dataclasses.fields(Entry) if str(f.type).startswith("dict"))
 _TYPES = {"str": "TEXT", "int": "INTEGER", "float | None": "REAL"}
-_CREATE = ("CREATE TABLE IF NOT EXISTS runs (id INTEGER PRIMARY KEY, uid TEXT UNIQUE NOT NULL, "
-           + ", ".join(f"{f.name} {_TYPES.get(str(f.type), 'TEXT')}" for f in dataclasses.fields(Entry)) + ")")
+_CREATE = (
+    "CREATE TABLE IF NOT EXISTS runs (id INTEGER PRIMARY KEY, uid TEXT UNIQUE NOT NULL, "
+    + ", ".join(f"{f.name} {_TYPES.get(str(f.type), 'TEXT')}" for f in dataclasses.fields(Entry))
+    + ")"
+)
 
 
 def default_path() -> Path:
@@ -131,8 +135,9 @@ class Ledger:
                 raise LedgerError(f"{self.path}: written by a newer version (schema {version}, this one reads {SCHEMA_VERSION})")
             yield connection
         except sqlite3.Error as error:
-            raise LedgerError(f"{self.path}: not a usable ledger ({error}); it was left as it is. Move it away to start a new one, or name "
-                              "another with --ledger") from error
+            raise LedgerError(
+                f"{self.path}: not a usable ledger ({error}); it was left as it is. Move it away to start a new one, or name another with --ledger"
+            ) from error
         finally:
             connection.close()
 

@@ -3,11 +3,13 @@
     peak FLOP/s (fp32) = clock x lanes of the widest fused multiply-add x 2 units x 2          [detected: /proc/cpuinfo, /sys cpufreq]
     memory bandwidth   = best of a few copies of an array that no cache holds, read + write    [measured once, kept in the state directory]
 
-Both only anchor the roofline; a calibration (`planner calibrate`) fits what is reached of them. The name holds the processor's, so that a calibration of
-another machine is never taken for this one's.
+Both only anchor the roofline; a calibration (`planner calibrate`) fits what is reached of them. The name holds the processor's, so that a
+calibration of another machine is never taken for this one's.
 """
+
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,10 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from costmodel.state import state_directory
 from planner.errors import Position
 from planner.files import Document, write_text
-from costmodel.state import state_directory
 
+PREFIX = "cpu-core-"
 _COPY_BYTES = 64_000_000
 
 
@@ -101,26 +104,38 @@ def memory_bandwidth() -> float:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     measured = _measure_bandwidth()
-    try:
+    with contextlib.suppress(ValueError):  # A read-only state directory costs a new measurement next time, nothing else.
         write_text(path, json.dumps({"cpu": cpu_name(), "memory_bandwidth": measured}) + "\n")
-    except ValueError:
-        pass  # A read-only state directory costs a new measurement next time, nothing else.
     return measured
 
 
 def device_name() -> str:
     """E.g. `cpu-core-amd-epyc`."""
-    return "cpu-core-" + re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", cpu_name().lower())).strip("-")
+    return PREFIX + re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", cpu_name().lower())).strip("-")
 
 
 def device_document() -> Document:
     """This machine's core in the form of a device file."""
     peaks = peak_flops()
     data: dict[str, Any] = {
-        "name": device_name(), "kind": "cpu", "peak_flops": {k: f"{v / 1e9:.4g} GFLOP/s" for k, v in peaks.items()},
-        "memory": f"{int(memory_bytes() / num_cores())} B", "memory_bandwidth": f"{memory_bandwidth() / 1e9:.4g} GB/s",
+        "name": device_name(),
+        "kind": "cpu",
+        "peak_flops": {k: f"{v / 1e9:.4g} GFLOP/s" for k, v in peaks.items()},
+        "memory": f"{int(memory_bytes() / num_cores())} B",
+        "memory_bandwidth": f"{memory_bandwidth() / 1e9:.4g} GB/s",
         "native_formats": ["fp32"] + (["bf16"] if peaks["bf16"] > peaks["fp32"] else []),
         "sources": ["detected: clock x FMA lanes x 2 x 2 of /proc/cpuinfo; copy bandwidth measured once"],
     }
     file = Path("detected")
     return Document(data=data, positions={(): Position(file=file, line=1, column=1)}, file=file)
+
+
+def gpus() -> list[str]:
+    """Names of the NVIDIA GPUs that `nvidia-smi` sees, in order."""
+    import subprocess
+
+    try:
+        answer = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

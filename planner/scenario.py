@@ -18,6 +18,7 @@
 
 A dotted key reaches into the cluster, model and workload files too; items of lists are named by index or `name`.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -152,7 +153,8 @@ class Pins:
 class SearchOptions:
     """`time_limit` [s], `gap`: relative gap at which the search may stop, `top`: plans to keep.
 
-    `predict_only` admits options that no code here can execute (the plan says so and `run` refuses it). `risk_budget`: numeric risk that all blocks together
+    `predict_only` admits options that no code here can execute (the plan says so and `run` refuses it). `risk_budget`: numeric risk that all
+    blocks together
     may take, in bf16 blocks (`planner.space.RISK`); None: no limit.
     """
 
@@ -318,15 +320,34 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
     cluster: Cluster = parsed.cluster.build()
     if parsed.memory_budget is not None:
         cluster = dataclasses.replace(cluster, memory_budget=parsed.memory_budget)
-    exclude = Exclusions(**{**{name: getattr(parsed.exclude, name) for name in ExcludeFile.model_fields},
-                            "layouts": tuple(part.model_dump(exclude_none=True) for part in parsed.exclude.layouts)})
-    pins = Pins(layout=parsed.layout.model_dump(exclude_none=True), exclude=exclude,
-                **{name: getattr(parsed, name) for name in ("local_batch", "accumulation", "batching", "transport", "execution", "precision",
-                                                            "checkpoint", "sharding")})
+    exclude = Exclusions(
+        **{
+            **{name: getattr(parsed.exclude, name) for name in ExcludeFile.model_fields},
+            "layouts": tuple(part.model_dump(exclude_none=True) for part in parsed.exclude.layouts),
+        }
+    )
+    pins = Pins(
+        layout=parsed.layout.model_dump(exclude_none=True),
+        exclude=exclude,
+        **{
+            name: getattr(parsed, name)
+            for name in ("local_batch", "accumulation", "batching", "transport", "execution", "precision", "checkpoint", "sharding")
+        },
+    )
     search = SearchOptions(**{name: getattr(parsed.search, name) for name in SearchFile.model_fields})
-    return ResolvedScenario(name=parsed.name or document.file.stem, description=parsed.description, cluster=cluster, model=parsed.model.build(),
-                            workload=parsed.workload.build(), pins=pins, search=search, tolerance=parsed.tolerance, seed=parsed.seed,
-                            path=document.file, changes=changes)
+    return ResolvedScenario(
+        name=parsed.name or document.file.stem,
+        description=parsed.description,
+        cluster=cluster,
+        model=parsed.model.build(),
+        workload=parsed.workload.build(),
+        pins=pins,
+        search=search,
+        tolerance=parsed.tolerance,
+        seed=parsed.seed,
+        path=document.file,
+        changes=changes,
+    )
 
 
 def _cross_check(scenario: ResolvedScenario, document: Document) -> None:
@@ -335,11 +356,17 @@ def _cross_check(scenario: ResolvedScenario, document: Document) -> None:
     sequences = [s.name for s in scenario.model.sequences]
     for name in scenario.workload.lengths:
         if name not in sequences:
-            faults.append(document.fault(("workload", "lengths", name), f"model {scenario.model.name} has no sequence {name!r}"
-                                         f"{suggest(name, sequences)}; sequences: {', '.join(sequences) or 'none'}"))
+            faults.append(
+                document.fault(
+                    ("workload", "lengths", name),
+                    f"model {scenario.model.name} has no sequence {name!r}{suggest(name, sequences)}; sequences: {', '.join(sequences) or 'none'}",
+                )
+            )
     for name in sequences:
         if name not in scenario.workload.lengths:
-            faults.append(document.fault(("workload", "lengths", name), f"model {scenario.model.name} has a sequence {name!r}, but its lengths are not given"))
+            faults.append(
+                document.fault(("workload", "lengths", name), f"model {scenario.model.name} has a sequence {name!r}, but its lengths are not given")
+            )
     tables = [n for group in scenario.model.tables for n in group.names]
     groups = [group.name for group in scenario.model.tables]
     for name in scenario.workload.zipf:
@@ -361,8 +388,11 @@ def _pin_faults(scenario: ResolvedScenario, document: Document, tables: list[str
             for glob in globs:
                 if not any(fnmatch.fnmatchcase(name, glob) for name in names):
                     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-                    faults.append(document.fault((*prefix, glob), f"no {kind} of model {scenario.model.name} matches {glob!r}{suggest(glob, names)}; "
-                                                                  f"{kind}s: {shown}"))
+                    faults.append(
+                        document.fault(
+                            (*prefix, glob), f"no {kind} of model {scenario.model.name} matches {glob!r}{suggest(glob, names)}; {kind}s: {shown}"
+                        )
+                    )
     return faults
 
 
@@ -372,18 +402,32 @@ def _layout_faults(scenario: ResolvedScenario, document: Document) -> list[Fault
     for key in ("ddp", "fsdp", "sparse_group", "sparse_replicas", "ep"):
         value = pins.get(key, 1)
         if world % value:
-            faults.append(document.fault(("layout", key), f"{value} does not divide the {world} ranks of cluster {scenario.cluster.name}; "
-                                                          f"legal: {', '.join(map(str, divisors))}"))
+            faults.append(
+                document.fault(
+                    ("layout", key),
+                    f"{value} does not divide the {world} ranks of cluster {scenario.cluster.name}; legal: {', '.join(map(str, divisors))}",
+                )
+            )
     for first, second, what in (("ddp", "fsdp", "dense"), ("sparse_group", "sparse_replicas", "sparse")):
         if first in pins and second in pins and pins[first] * pins[second] != world:
-            faults.append(document.fault(("layout", second), f"{what}: {first} {pins[first]} x {second} {pins[second]} = {pins[first] * pins[second]}, "
-                                                             f"but cluster {scenario.cluster.name} has {world} ranks"))
+            faults.append(
+                document.fault(
+                    ("layout", second),
+                    f"{what}: {first} {pins[first]} x {second} {pins[second]} = {pins[first] * pins[second]}, "
+                    f"but cluster {scenario.cluster.name} has {world} ranks",
+                )
+            )
     workload = scenario.workload
     if scenario.pins.local_batch is not None and workload.global_batch is not None:
         step = scenario.pins.local_batch * (scenario.pins.accumulation or 1) * world
         if workload.global_batch % (scenario.pins.local_batch * world) or (scenario.pins.accumulation and step != workload.global_batch):
-            faults.append(document.fault(("local_batch",), f"{scenario.pins.local_batch} samples x {world} ranks x accumulation "
-                                         f"{scenario.pins.accumulation or 'any'} cannot make the global batch of {workload.global_batch}"))
+            faults.append(
+                document.fault(
+                    ("local_batch",),
+                    f"{scenario.pins.local_batch} samples x {world} ranks x accumulation "
+                    f"{scenario.pins.accumulation or 'any'} cannot make the global batch of {workload.global_batch}",
+                )
+            )
     return faults
 
 

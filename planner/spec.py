@@ -3,6 +3,7 @@
 A file's keys are the dataclass's fields, so a new field of a noun can be written in files at once. Fields with a unit are written as quantities
 (`memory: 141 GB`) under the name in `_QUANTITIES`; each becomes an SI float exactly once, here.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,8 +21,14 @@ from costmodel.workload import Workload
 
 # dataclass field -> (key in files, kind of quantity)
 _QUANTITIES: dict[type, dict[str, tuple[str, units.Kind]]] = {
-    Device: {"peak_flops": ("peak_flops", "FLOP/s"), "memory_bytes": ("memory", "bytes"), "memory_bandwidth": ("memory_bandwidth", "bytes/s"),
-             "l2_bytes": ("l2", "bytes"), "host_link_bandwidth": ("host_link_bandwidth", "bytes/s"), "power": ("power", "watts")},
+    Device: {
+        "peak_flops": ("peak_flops", "FLOP/s"),
+        "memory_bytes": ("memory", "bytes"),
+        "memory_bandwidth": ("memory_bandwidth", "bytes/s"),
+        "l2_bytes": ("l2", "bytes"),
+        "host_link_bandwidth": ("host_link_bandwidth", "bytes/s"),
+        "power": ("power", "watts"),
+    },
     LinkTier: {"bandwidth": ("bandwidth", "bytes/s"), "latency": ("latency", "seconds")},
     Reliability: {"restart_seconds": ("restart", "seconds")},
     Price: {"dollars_per_device_hour": ("per_device_hour", "$/h")},
@@ -57,8 +64,10 @@ def _built(value: Any) -> Any:
 
 def quantity(kind: units.Kind) -> Any:
     """An annotated float that is written with its unit."""
-    schema = {"anyOf": [{"type": "string", "pattern": r"^\s*[+-]?[0-9_.]+([eE][+-]?[0-9]+)?\s*\S+\s*$", "examples": [units.EXAMPLES[kind]]},
-                        {"const": 0}], "description": f"a quantity in {kind}"}
+    schema = {
+        "anyOf": [{"type": "string", "pattern": r"^\s*[+-]?[0-9_.]+([eE][+-]?[0-9]+)?\s*\S+\s*$", "examples": [units.EXAMPLES[kind]]}, {"const": 0}],
+        "description": f"a quantity in {kind}",
+    }
     return Annotated[float, pydantic.BeforeValidator(lambda value: units.parse(value, kind)), pydantic.WithJsonSchema(schema)]
 
 

@@ -1,4 +1,5 @@
 """The two streams: data on stdout, progress and remarks on stderr. `NO_COLOR` and pipes give plain text; `--quiet` silences remarks."""
+
 from __future__ import annotations
 
 import json
@@ -6,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -40,6 +41,19 @@ def warn(message: str) -> None:
     stderr().print(Text.assemble(("warning: ", "yellow"), message))
 
 
+def show(*renderables: RenderableType) -> None:
+    """Data for people on stdout, a blank line between two renderables; nothing trails a line in a pipe."""
+    console = stdout()
+    with console.capture() as captured:
+        for number, renderable in enumerate(renderables):
+            if number:
+                console.print()
+            console.print(Text(renderable) if isinstance(renderable, str) else renderable)
+    text = captured.get()
+    sys.stdout.write(text if sys.stdout.isatty() else "".join(line.rstrip() + "\n" for line in text.splitlines()))
+    sys.stdout.flush()
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout; NaN and infinities are a bug, not output."""
     sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
@@ -47,8 +61,16 @@ def print_json(value: Any) -> None:
 
 def grid(title: str, columns: list[tuple[str, str]], rows: list[list[str]], *, caption: str = "") -> Table:
     """A table; `columns` are (heading, justify). Cells are shown as they are, never read as markup."""
-    made = Table(title=title or None, title_justify="left", caption=caption or None, caption_justify="left", box=None, pad_edge=False,
-                 header_style="bold", title_style="bold")
+    made = Table(
+        title=title or None,
+        title_justify="left",
+        caption=caption or None,
+        caption_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+        title_style="bold",
+    )
     for heading, justify in columns:
         made.add_column(Text(heading), justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:

@@ -1,4 +1,5 @@
 """Rows to CSV and Parquet, through a temporary file."""
+
 from __future__ import annotations
 
 from pathlib import Path

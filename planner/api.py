@@ -1,0 +1,112 @@
+"""The verbs as Python functions. The command line calls these; so can a notebook.
+
+from planner import api
+estimate = api.estimate("scenarios/quickstart.yaml")
+result = api.search("scenarios/gem-512xh200.yaml")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodel.codec import encode
+from costmodel.estimate import Estimate
+from costmodel.estimate import estimate as estimate_plan
+from costmodel.plan import Plan
+from planner import calibrate as calibration
+from planner.calibrate import Found, Preset
+from planner.configure import default_plan
+from planner.errors import UsageError
+from planner.files import replacing
+from planner.run import PLAN_FILE, Run, check_error, execute, load_plan
+from planner.scenario import ResolvedScenario, load_scenario
+
+if TYPE_CHECKING:
+    from planner.search import SearchResult
+
+Event = Callable[[dict[str, Any]], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """A plan and what it is predicted to do; `notes` hold defaults and what is to be known about the calibration."""
+
+    plan: Plan
+    estimate: Estimate
+    calibration: Path | None
+    notes: tuple[str, ...]
+
+
+def is_plan(reference: Path | str) -> bool:
+    """Whether a reference is a plan or a run's folder (and not a scenario)."""
+    path = Path(reference)
+    return path.is_dir() or path.suffix == ".json"
+
+
+def estimate(reference: Path | str, *, calibration_file: Path | None = None, calibrated_only: bool = False, mode: str = "simulated") -> Estimated:
+    """Predicts one configuration: a plan, a folder with one, or what a scenario pins (with plain defaults for the rest)."""
+    if is_plan(reference):
+        plan, _ = load_plan(reference)
+        notes: tuple[str, ...] = ()
+    else:
+        plan, notes = default_plan(load_scenario(reference, with_variants=False))
+    found = calibration.find(plan.cluster, path=calibration_file, calibrated_only=calibrated_only)
+    made = estimate_plan(plan, found.calibration, mode=mode)  # type: ignore[arg-type]
+    fingerprints = {**plan.expected_fingerprints(), **({"calibration": found.calibration.fingerprint} if found.calibration else {})}
+    plan = dataclasses.replace(plan, prediction=encode(made), fingerprints=fingerprints)
+    return Estimated(plan=plan, estimate=made, calibration=found.path, notes=notes + found.notes)
+
+
+def search(
+    reference: Path | str | ResolvedScenario,
+    *,
+    calibration_file: Path | None = None,
+    calibrated_only: bool = False,
+    time_limit: float | None = None,
+    top: int | None = None,
+) -> tuple[SearchResult, Found]:
+    """Searches a scenario. Raises NoFeasiblePlan, and UsageError for what is wrong with the files."""
+    from planner.search import search as run_search
+
+    scenario = reference if isinstance(reference, ResolvedScenario) else load_scenario(reference, with_variants=False)
+    found = calibration.find(scenario.cluster, path=calibration_file, calibrated_only=calibrated_only)
+    options = scenario.search
+    return run_search(
+        scenario,
+        calibration=found.calibration,
+        time_limit=options.time_limit if time_limit is None else time_limit,
+        gap=options.gap,
+        top=options.top if top is None else top,
+    ), found
+
+
+def calibrate(reference: Path | str, *, preset: Preset = "quick", ranks: tuple[int, ...] | None = None, on_event: Event = lambda event: None) -> Path:
+    """Measures this machine with the shapes of a scenario and writes the calibration of its device."""
+    scenario = load_scenario(reference, with_variants=False)
+    with tempfile.TemporaryDirectory(prefix="planner-subjects-") as folder:
+        subject = Path(folder) / "plan.json"
+        default_plan(scenario)[0].save(subject)
+        return calibration.calibrate(scenario.cluster, [subject], preset=preset, ranks=ranks, on_event=on_event)
+
+
+def save_plan(plan: Plan, out: Path) -> Path:
+    """Writes `out/plan.json` through a temporary file."""
+    with replacing(out / PLAN_FILE) as temporary:
+        plan.save(temporary)
+    return out / PLAN_FILE
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """A plan's choices, JSON-ready, without the nouns that it embeds."""
+    body = encode(plan)
+    return {
+        key: body[key]
+        for key in ("scenario", "layout", "local_batch", "accumulation", "batching", "transport", "execution", "regions", "tables", "predict_only")
+    } | {"identity": plan.identity(), "cluster": plan.cluster.name, "model": plan.model.name, "workload": plan.workload.name}
+
+
+__all__ = ["Estimated", "Run", "UsageError", "calibrate", "check_error", "describe", "estimate", "execute", "is_plan", "save_plan", "search"]

@@ -1,0 +1,58 @@
+"""`planner run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.commands._options import JsonOption, LedgerOption, QuietOption, begin
+
+
+def command(
+    directory: Annotated[Path, typer.Argument(help="A folder that `planner search -o` wrote.", show_default=False)],
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    no_eval: Annotated[bool, typer.Option("--no-eval", help="Skip the evaluation on held-out events.")] = False,
+    max_error: Annotated[
+        float | None, typer.Option(min=0.0, help="Exit 4 when the step time is further from its prediction, e.g. 0.2.", show_default=False)
+    ] = None,
+    ledger: LedgerOption = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(help="HOST:PORT where several hosts meet; start the command on each.", show_default=False)
+    ] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="This host's number, 0 for the first.", show_default=False)] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="Names the job at the meeting point.", show_default=False)] = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Execute a plan with torchrun, and compare what was predicted with what was measured.
+
+    Example: planner run out/quickstart --steps 50
+    """
+    from costmodel.codec import encode
+    from planner import run
+    from planner.ledger import Ledger
+    from planner.report import console, terminal
+    from planner.report.progress import Progress
+
+    begin(quiet=quiet)
+    meeting = run.Rendezvous(endpoint=rdzv_endpoint, node_rank=node_rank, id=rdzv_id)
+    with Progress("training", quiet=quiet) as progress:
+        done = run.execute(
+            directory, steps=steps, resume=resume, evaluate=not no_eval, rendezvous=meeting, ledger=Ledger(ledger), on_event=progress.event
+        )
+    if done.entry is None or done.result is None:
+        console.say("done; the first host keeps the result")
+        return
+    if json:
+        console.print_json(
+            {"entry": encode(done.entry), "comparison": run.comparison(done.entry), "ledger": str(done.ledger), "directory": str(done.directory)}
+        )
+    else:
+        quality = terminal.quality_table(done.entry.quality)
+        shown = [terminal.plan_line(done.plan), terminal.comparison_tables(run.comparison(done.entry))]
+        console.show(*shown, *([quality] if quality is not None else []))
+        console.say(f"appended to {done.ledger}")
+    run.check_error(done.entry, max_error)
