@@ -34,8 +34,8 @@ from kernels.embedding import embedding_pooled, embedding_sequence
 from runtime.batch import Batch
 from runtime.mesh import Meshes, all_to_all, wait
 from runtime.phases import PhaseTimer
-from runtime.shards import PlacedShard, place
-from runtime.tables import DTYPES, StoredTable, build_storages
+from runtime.shards import place
+from runtime.tables import DTYPES, build_storages
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

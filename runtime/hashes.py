@@ -1,0 +1,48 @@
+"""Which sources stand behind each op kind, as one hash each: a calibration is stale where a hash differs from the one that it recorded.
+
+    python -m runtime.hashes     prints JSON {op kind: hash}
+
+Comments count too: a hash says that a file changed, not that its speed did. Ops that are PyTorch's own depend on its version alone.
+"""
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# op kind -> patterns of the files that the timed module runs; every kind depends on torch's version besides
+SOURCES: dict[str, tuple[str, ...]] = {
+    "linear": (), "layer_norm": (), "activation": (), "elementwise": (), "cast": (), "unique": (),
+    "attention": ("kernels/*attention*.py", "kernels/gdpa.py", "kernels/_masks.py", "kernels/_tiles.py"),
+    "segment_mean": ("kernels/*jagged*.py", "runtime/model/sequence.py"),
+    "bce": ("runtime/trainer.py",),
+    "embedding_lookup": ("kernels/*embedding*.py", "runtime/embedding.py", "runtime/tables.py"),
+    "embedding_update": ("kernels/*embedding*.py", "kernels/*rounding*.py", "runtime/embedding.py", "runtime/tables.py"),
+    "adamw": ("runtime/optimizer.py",),
+    "fsdp_gather": ("runtime/parallelize.py",), "fsdp_reduce": ("runtime/parallelize.py",),
+    "input": ("runtime/data.py", "runtime/histories.py", "runtime/synthetic.py", "runtime/balance.py"),
+    "all_gather": ("runtime/parallelize.py", "runtime/mesh.py"), "reduce_scatter": ("runtime/parallelize.py", "runtime/mesh.py"),
+    "all_reduce": ("runtime/parallelize.py", "runtime/mesh.py"), "all_to_all": ("runtime/embedding.py", "runtime/mesh.py"),
+}
+
+
+def source_hashes(root: Path = ROOT) -> dict[str, str]:
+    """Op kind -> first 16 hex digits of the SHA-256 over its sources' names and contents, and torch's version."""
+    return {kind: _hash(root, patterns) for kind, patterns in SOURCES.items()}
+
+
+def _hash(root: Path, patterns: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+    for path in sorted({p for pattern in patterns for p in root.glob(pattern)}):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    json.dump(source_hashes(), sys.stdout, indent=1)
+    sys.stdout.write("\n")
