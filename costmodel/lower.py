@@ -430,15 +430,17 @@ def _options(plan: Plan):
     return [(region, options[region.name]) for region in known]
 
 
-def lower(plan: Plan, calibration: Calibration | None, *, factors: Mapping[str, Factors] | None = None) -> Lowered:
-    """The step of the slowest rank. `factors`: its events and pairs over the average, by sequence (`costmodel.imbalance`).
+def lower(plan: Plan, calibration: Calibration | None, *, factors: Mapping[str, Factors] | None = None, loads: TableLoads | None = None) -> Lowered:
+    """The step of the slowest rank. `factors`: its events and pairs over the average, by sequence (`costmodel.imbalance`). `loads`: what ranks hold
+    and serve, where it is known already or not that of `plan.tables` (a search prices placements that it has not made).
 
     Raises ValueError where the plan does not fit its model, workload or cluster.
     """
     if plan.layout.world_size > plan.cluster.num_ranks:
         raise ValueError(f"layout {plan.layout.short} needs {plan.layout.world_size} ranks, cluster {plan.cluster.name} has {plan.cluster.num_ranks}")
     batch = batch_shape(plan, factors)
-    loads = table_loads(plan, {name: shape.tokens for name, shape in batch.sequences.items()})
+    if loads is None:
+        loads = table_loads(plan, {name: shape.tokens for name, shape in batch.sequences.items()})
     builder = _Builder(plan, Pricer(plan, calibration), network(plan.cluster, calibration, plan.transport), batch, loads)
     builder.step()
     return Lowered(graph=StepGraph(tasks=tuple(builder.tasks)), parts=_merged(builder.parts), model_flops=model_flops(plan),
