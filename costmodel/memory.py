@@ -8,7 +8,8 @@ Every parameter `(d0, ...)` is sharded on d0 over the fsdp group, padded: ceil(d
     tables, table_state    the fullest rank's shards; rowwise Adagrad 4 bytes a row, Adam 8 bytes a weight, SGD none; an unknown one is an
                            error. Plain 2D: every replica holds its shard whole. Fully sharded 2D: 1 / replicas of it at rest, and the
                            whole shard of the tables in flight from the gather to the lookup and the update
-    saved_activations      per region and checkpoint policy (costmodel/blocks/base.py), of one micro-batch
+    saved_activations      per region and checkpoint policy (costmodel/blocks/base.py), of one micro-batch, and what the tables keep for
+                           backward: their outputs; with an exchange also the unique rows and every id's place among them
     unsharded_parameters   fsdp > 1: gathered parameters in their compute dtype; two neighbouring blocks when resharded after forward,
                            else all of them from their forward to their backward; plus the unsharded gradient of one block
     input                  `INPUT_BATCHES` batches in the pipeline: int64 ids and offsets, fp32 dense features and labels
@@ -28,11 +29,12 @@ import dataclasses
 
 from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.calibration import Calibration
+from costmodel.model import DTYPE_BYTES
 from costmodel.ops import dtype_bytes
 from costmodel.plan import Plan
 from costmodel.quantity import Quantity, Source
 from costmodel.regions import Region, regions
-from costmodel.sparse import TableLoads, ids_per_table
+from costmodel.sparse import TableLoads, expected_unique, ids_per_table
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "tables", "table_state", "saved_activations", "unsharded_parameters", "input",
               "buffers", "overhead")
@@ -111,7 +113,8 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     gpu = plan.cluster.device.kind == "gpu"
     buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * _communicators(plan) if gpu else 0.0)
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
-    dense, phase = _dense_peak(blocks, plan)
+    embeddings = embedding_bytes(plan, batch)
+    dense, phase = _dense_peak(blocks, embeddings, plan)
     peaks = {phase: resting + dense, "optimizer": resting + parameters, "sparse": resting + in_flight}
     peak_phase = max(peaks, key=lambda name: peaks[name])
     peak = peaks[peak_phase]
@@ -121,7 +124,7 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     limit = plan.cluster.usable_memory
     categories = {
         "parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters, "tables": tables + in_flight, "table_state": state,
-        "saved_activations": sum(b.saved for b in blocks), "unsharded_parameters": _unsharded(blocks, plan), "input": inputs,
+        "saved_activations": sum(b.saved for b in blocks) + embeddings, "unsharded_parameters": _unsharded(blocks, plan), "input": inputs,
         "buffers": buffers, "overhead": overhead,
     }
     return Memory(categories=categories, peak=Quantity.relative(peak, width, width, source), peak_phase=peak_phase, limit=limit,
@@ -136,11 +139,11 @@ def _unsharded(blocks: list[BlockMemory], plan: Plan) -> float:
     return max(pairs, default=blocks[0].unsharded) + max(b.unsharded for b in blocks)
 
 
-def _dense_peak(blocks: list[BlockMemory], plan: Plan) -> tuple[float, str]:
+def _dense_peak(blocks: list[BlockMemory], embeddings: float, plan: Plan) -> tuple[float, str]:
     """(bytes over the resting ones, phase) of the largest moment from the end of forward through backward."""
     keep = not plan.layout.reshard_after_forward
     gradients = sum(b.sharded for b in blocks) if plan.accumulation > 1 else 0.0
-    saved, unsharded = sum(b.saved for b in blocks), sum(b.unsharded for b in blocks) if keep else 0.0
+    saved, unsharded = sum(b.saved for b in blocks) + embeddings, sum(b.unsharded for b in blocks) if keep else 0.0
     best, phase = saved + unsharded + gradients, "forward"
     for i in range(len(blocks) - 1, -1, -1):
         block = blocks[i]
@@ -161,6 +164,20 @@ def input_bytes(plan: Plan, batch: BatchShape) -> float:
     pooled = sum(t.count for t in plan.model.tables if t.sequence is None)
     offsets = batch.samples * (pooled + len(tokens))
     return 8.0 * (ids + offsets) + 4.0 * batch.samples * (plan.model.num_dense_features + len(plan.model.heads))
+
+
+def embedding_bytes(plan: Plan, batch: BatchShape) -> float:
+    """What the lookups of one micro-batch keep until their backward."""
+    tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
+    exchanged, total = plan.layout.sparse_group > 1, 0.0
+    for table in plan.model.tables:
+        ids = ids_per_table(table, batch.samples, tokens)
+        width = table.dim * DTYPE_BYTES[table.dtype]
+        outputs = ids if table.sequence is not None else batch.samples
+        total += table.count * outputs * width
+        if exchanged:
+            total += table.count * (8.0 * ids + width * expected_unique(table.rows, table.zipf, ids))
+    return total
 
 
 def exchange_bytes(plan: Plan, loads: TableLoads) -> float:

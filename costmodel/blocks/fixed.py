@@ -27,7 +27,9 @@ class SequenceInput(Block):
 
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         rows = batch.sequences[self.sequence].tokens
-        return (Saved("input", rows * self.width, INPUT, rows=rows), Saved("output", rows * self.dim, DROPPED, rows=rows))
+        # one table's output is the input itself, and the tables count it
+        width = self.width if self.num_tables > 1 else 0
+        return (Saved("input", rows * width, INPUT, rows=rows),)
 
 
 class Summary(Block):
