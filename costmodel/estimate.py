@@ -3,6 +3,8 @@
     interval     within one curve errors add up, between curves they are independent: spread = sqrt(sum over curves (sum of seconds x width)^2); where the
                  calibration holds residuals of at least `MINIMUM_RUNS` runs (neither fitted nor scored), their quantiles take its place, widened by how
                  much of the time is extrapolated or worse
+    phases       a run reports means over ranks, on which the slowest rank's extra work is waiting: phases are the average rank's, and the step
+                 minus their sum is exposed communication
     local MFU    model FLOPs / (step without exposed communication and contention x dense peak of bf16, on a CPU of fp32)
     limiting     the largest of: exposed communication by tier, input, host (launches and waits), compute and hbm_bandwidth (device time by its ops' roof)
 """
@@ -18,7 +20,8 @@ import numpy as np
 
 from costmodel.calibration import Calibration
 from costmodel.compute import peak_flops
-from costmodel.lower import Lowered, lower
+from costmodel.imbalance import slowest_rank
+from costmodel.lower import Factors, Lowered, lower
 from costmodel.memory import Memory, memory
 from costmodel.plan import Plan
 from costmodel.quantity import SOURCES, Quantity, Source, worst
@@ -58,10 +61,14 @@ class Estimate:
 
 def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simulated", "bound"] = "simulated") -> Estimate:
     """Predicts one step of `plan`. Without a calibration every time is roofline. Raises ValueError where plan, model, workload and cluster do not fit."""
-    lowered = lower(plan, calibration)
+    slowest = slowest_rank(plan)
+    factors = {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest.sequences.items()}
+    lowered = lower(plan, calibration, factors=factors)
     timeline = simulate(lowered.graph) if mode == "simulated" else None
-    seconds = (timeline.step_seconds if timeline is not None else bound(lowered.graph))
-    parts = _phase_seconds(lowered, timeline, seconds)
+    seconds = (timeline.step_seconds if timeline is not None else bound(lowered.graph)) * slowest.slow_node
+    uneven = any(f.tokens > 1.0 or f.pairs > 1.0 for f in factors.values())
+    average = simulate(lower(plan, calibration).graph) if uneven and timeline is not None else timeline
+    parts = _phase_seconds(lowered, average, seconds)
     step = _interval(seconds, lowered.parts, "step", plan, calibration)
     phases = {name: _interval(value, [p for p in lowered.parts if p[0] == name], name, plan, calibration) for name, value in parts.items()}
     samples = plan.local_batch * plan.accumulation * plan.layout.world_size
@@ -73,16 +80,19 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
     return Estimate(
         step_time=step, phases=phases, memory=memory(plan, lowered.batch, lowered.loads, calibration), limiting=_limiting(lowered, timeline, parts),
         flops_per_rank=lowered.model_flops, local_mfu=lowered.model_flops / (local * peak) if local > 0 else None, mfu_peak=peak,
-        examples_per_second=rate, by_source=_by_source(lowered), mode=mode, exposed=exposed, imbalance={}, notes=lowered.notes,
+        examples_per_second=rate, by_source=_by_source(lowered), mode=mode, exposed=exposed, imbalance=slowest.report(), notes=lowered.notes,
         dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
 
 
 def _phase_seconds(lowered: Lowered, timeline: Timeline | None, seconds: float) -> dict[str, float]:
-    """Main-thread seconds by phase, summing to `seconds`. A bound has compute by phase, and what it must wait beyond."""
-    if timeline is not None:
-        scale = seconds / timeline.step_seconds if timeline.step_seconds else 1.0
-        return {name: timeline.phases[name] * scale for name in PHASES}
+    """Main-thread seconds by phase of the average rank, summing to `seconds`. A bound has compute by phase, and what it must wait beyond."""
     phases = dict.fromkeys(PHASES, 0.0)
+    if timeline is not None:
+        # a curve that is not monotone can make the slowest rank no slower: then everything shrinks alike
+        scale = min(1.0, seconds / timeline.step_seconds) if timeline.step_seconds > 0 else 1.0
+        phases |= {name: value * scale for name, value in timeline.phases.items()}
+        phases["exposed_communication"] += max(0.0, seconds - timeline.step_seconds)
+        return phases
     for task in lowered.graph.tasks:
         if task.stream == COMPUTE:
             phases[task.phase] += task.seconds
