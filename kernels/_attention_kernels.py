@@ -108,7 +108,7 @@ def _load_rows(base, rows, length, stride, D: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def _forward_block(
-    q, acc, m, l, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
+    q, acc, m, norm, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
     position_table, position_rows, time_table, time_rows, k_times, H, scale, k_stride, v_stride,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     POSITION: tl.constexpr, TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
@@ -137,7 +137,7 @@ def _forward_block(
         m_safe = tl.where(m_next == -float("inf"), 0.0, m_next) if EDGE else m_next
         p = tl.exp2(s - m_safe[:, None])
         alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(p, axis=1)
+        norm = norm * alpha + tl.sum(p, axis=1)
         acc = acc * alpha[:, None]
         m = m_next
     else:
@@ -148,7 +148,7 @@ def _forward_block(
         elif EDGE and (POSITION or TIME):
             p = tl.where((columns < k_len)[None, :], p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, m, l
+    return acc, m, norm
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def attention_forward_kernel(
 
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], -float("inf"), tl.float32)
-    l = tl.zeros([M], tl.float32)
+    norm = tl.zeros([M], tl.float32)
     last = tl.minimum(first + M, q_len)
     low, high, full_low, full_high = _key_range(first, last, shift, k_len, window, CAUSAL, WINDOW, N)
     if not SPLIT:
@@ -216,28 +216,28 @@ def attention_forward_kernel(
         full_high = high
     if WINDOW or not SPLIT:
         for start in tl.range(low, tl.minimum(full_low, high), N, num_stages=STAGES):
-            acc, m, l = _forward_block(
-                q_tile, acc, m, l, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
+            acc, m, norm = _forward_block(
+                q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
                 position_table, position_rows, time_table, time_rows, k_times, H, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
     if SPLIT:
         for start in tl.range(full_low, full_high, N, num_stages=STAGES):
-            acc, m, l = _forward_block(
-                q_tile, acc, m, l, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
+            acc, m, norm = _forward_block(
+                q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
                 position_table, position_rows, time_table, time_rows, k_times, H, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, N, D,
             )  # fmt: skip
         for start in tl.range(full_high, high, N, num_stages=STAGES if CAUSAL or WINDOW else 1):
-            acc, m, l = _forward_block(
-                q_tile, acc, m, l, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
+            acc, m, norm = _forward_block(
+                q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
                 position_table, position_rows, time_table, time_rows, k_times, H, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
 
     if KIND == "softmax":
-        acc = acc / tl.where(l == 0, 1.0, l)[:, None]
-        tl.store(lse + tl.cast(head, tl.int64) * total_q + q_start + rows, (m + tl.log2(l)) / LOG2E, mask=rows < q_len)
+        acc = acc / tl.where(norm == 0, 1.0, norm)[:, None]
+        tl.store(lse + tl.cast(head, tl.int64) * total_q + q_start + rows, (m + tl.log2(norm)) / LOG2E, mask=rows < q_len)
     else:
         acc = acc * inv_divisor
     o_rows = (q_start + rows)[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
@@ -353,7 +353,7 @@ def _keys_outer_step(
     dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     if OWNER:
         dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * dq_scale
-        low, high, full_low, full_high = _key_range(start, start + M, shift, k_len, window, CAUSAL, WINDOW, N)
+        low, high, _full_low, _full_high = _key_range(start, start + M, shift, k_len, window, CAUSAL, WINDOW, N)
         if first > low:
             dq += _load_rows(dq_base, rows, q_len, H * D, D, True)
         if first + N >= high:
@@ -540,7 +540,7 @@ def _dq_step(
     if KIND == "softmax":
         ds = tl.exp2(tl.minimum(s - row_lse[:, None], 0.0)) * (dp - row_delta[:, None])
     else:
-        value, slope = _activate_both(s, KIND, APPROX)
+        _value, slope = _activate_both(s, KIND, APPROX)
         ds = slope * dp
     if masked:
         ds = tl.where(_keeps(distance, window, CAUSAL, WINDOW), ds, 0.0)

@@ -71,8 +71,13 @@ def few_queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int,
     return Tiles(m=32 if max_q <= 32 else 64, n=64, warps=4, stages=2 if head_dim <= 128 else 1)
 
 
-def forward(q, k, v, offsets, bias, options, *, max_q: int, max_k: int, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; arguments as `kernels._attention_cpu.forward`, plus the announced maxima."""
+def forward(
+    q, k, v, offsets, bias, options, *, max_q: int, max_k: int, tiles: Tiles | None = None, hopper: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; arguments as `kernels._attention_cpu.forward`, plus the announced maxima.
+
+    `tiles` and `hopper` force a choice (tests and tuning).
+    """
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = options.kind == "softmax"
@@ -80,6 +85,12 @@ def forward(q, k, v, offsets, bias, options, *, max_q: int, max_k: int, tiles: T
     lse = torch.empty((heads, rows if softmax else 0), dtype=torch.float32, device=q.device)
     if 0 in (rows, heads) or offsets[0].shape[0] < 2:
         return out.zero_(), lse.fill_(float("-inf"))
+    if tiles is None and hopper is not False:
+        from kernels import _hopper_launch  # Gluon's Hopper half; only where there is a GPU
+
+        if hopper or (max_q > 64 and _hopper_launch.fits((q, k, v), offsets[0].shape[0] - 1, bias, options)):
+            _hopper_launch.forward(q, k, v, out, lse, offsets, options)
+            return out, lse
     tiles = tiles or forward_tiles(q.dtype, head_dim, _bucket(max_q), _bucket(max_k), options.kind)
     slots = tile_map(offsets[0], rows, tiles.m, out)
     kernel.attention_forward_kernel[(slots.shape[0] * heads,)](

@@ -98,3 +98,53 @@ def _work(q_offsets, k_offsets, index, num):
     q_len = tl.load(q_offsets + index + 1, mask=inside, other=0) - tl.load(q_offsets + index, mask=inside, other=0)
     k_len = tl.load(k_offsets + index + 1, mask=inside, other=0) - tl.load(k_offsets + index, mask=inside, other=0)
     return q_len.to(tl.int64) * k_len.to(tl.int64)
+
+
+def ranked_tiles(q_offsets: Tensor, k_offsets: Tensor, rows: int, block: int, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Exact tile list for persistent kernels: `(capacity, 2)` int32 pairs (sequence, tile) and their `(1,)` count.
+
+    Sequences stand by falling Lq * Lk, so programs that take every n-th tile carry nearly equal work. Up to `RANKED` sequences.
+    Zeroes `out`'s rows that no sequence owns.
+    """
+    num = q_offsets.shape[0] - 1
+    tiles = torch.empty((rows // block + num, 2), dtype=torch.int32, device=q_offsets.device)
+    count = torch.empty(1, dtype=torch.int32, device=q_offsets.device)
+    width = 0 if out is None else out.shape[1] * out.shape[2]
+    _ranked_tiles_kernel[(triton.cdiv(num, 16),)](
+        q_offsets, k_offsets, tiles, count, tiles if out is None else out, num, rows,
+        block, width, triton.next_power_of_2(max(width, 1)), 16, 256, num_warps=4,
+    )  # fmt: skip
+    return tiles, count
+
+
+@triton.jit(do_not_specialize=["num", "rows"])
+def _ranked_tiles_kernel(
+    q_offsets, k_offsets, tiles, count, out, num, rows,
+    TILE: tl.constexpr, width, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    work = _work(q_offsets, k_offsets, mine, num)
+    base = tl.zeros([BLOCK], tl.int32)  # tiles of the sequences that stand before mine
+    for start in range(0, num, STEP):
+        other = start + tl.arange(0, STEP)
+        theirs = _work(q_offsets, k_offsets, other, num)
+        ahead = (theirs[None, :] > work[:, None]) | ((theirs[None, :] == work[:, None]) & (other[None, :] < mine[:, None]))
+        base += tl.sum(tl.where(ahead & (other[None, :] < num), _num_tiles(q_offsets, other, num, TILE)[None, :], 0), axis=1)
+    own = _num_tiles(q_offsets, mine, num, TILE)
+    for tile in range(0, tl.max(own, axis=0)):
+        tl.store(tiles + 2 * (base + tile), mine, mask=tile < own)
+        tl.store(tiles + 2 * (base + tile) + 1, tl.zeros_like(mine) + tile, mask=tile < own)
+    if tl.program_id(0) == 0:
+        total = tl.zeros([STEP], tl.int32)
+        for start in range(0, num, STEP):
+            total += _num_tiles(q_offsets, start + tl.arange(0, STEP), num, TILE)
+        tl.store(count, tl.sum(total, axis=0))
+    if width > 0:
+        _zero_rows(out, tl.load(q_offsets).to(tl.int32), tl.load(q_offsets + num).to(tl.int32), rows, width, WIDTH)
+
+
+@triton.jit
+def _num_tiles(offsets, index, num, TILE: tl.constexpr):
+    inside = index < num
+    begin = tl.load(offsets + index, mask=inside, other=0)
+    return tl.cdiv(tl.load(offsets + index + 1, mask=inside, other=0) - begin, TILE).to(tl.int32)

@@ -1,0 +1,316 @@
+"""Gluon forward kernel for Hopper: one producer warp group feeds two consumer warp groups through TMA and mbarriers.
+
+Why beside the Triton kernel: each consumer owns 64 query rows and overlaps its own products (block j's scores are computed by the
+tensor cores while block j - 1 meets the values) and the two consumers drift apart, so one's exponentials hide under the other's
+products. The grid is persistent over a ranked tile list: the producer loads the next tile while the consumers finish this one.
+
+TMA copies whole tiles and would bring rows of the next sequence with it. Foreign query rows only reach outputs that are not stored;
+foreign keys are masked by selection; foreign values would turn a neighbour's NaN into ours (0 * NaN), so the producer zeroes them in
+shared memory before it hands a sequence's last tile over.
+
+Legend: M = 64 rows per consumer, N keys, D head dim.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+M = gl.constexpr(64)
+
+
+@gluon.jit
+def _tanh_approx(x):
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _activate(x, KIND: gl.constexpr, APPROX: gl.constexpr):
+    if KIND == "gelu":
+        inner = x * (0.7978845608028654 + 0.035677408136300125 * x * x)
+        if APPROX:
+            t = _tanh_approx(inner)
+        else:
+            t = 1.0 - 2.0 * _reciprocal(1.0 + gl.exp2(inner * 2.8853900817779268))
+        half = 0.5 * x
+        return half + half * t
+    elif KIND == "silu":
+        return x * _reciprocal(1.0 + gl.exp2(x * -1.4426950408889634))
+    elif KIND == "relu":
+        return gl.maximum(x, 0.0)
+    else:
+        return x
+
+
+@gluon.jit
+def _key_range(first, last, shift, k_len, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, N: gl.constexpr):
+    """As `_attention_kernels._key_range`: touched columns `[low, high)`, unmasked ones `[full_low, full_high)`."""
+    low = 0
+    high = k_len
+    full_low = 0
+    full_high = (k_len // N) * N
+    if CAUSAL:
+        high = gl.minimum(k_len, gl.maximum(last + shift, 0))
+        full_high = gl.minimum(full_high, (gl.maximum(first + shift + 1, 0) // N) * N)
+    if WINDOW:
+        low = (gl.maximum(first + shift - window + 1, 0) // N) * N
+        full_low = gl.cdiv(gl.maximum(last + shift - window, 0), N) * N
+        if not CAUSAL:
+            high = gl.minimum(k_len, gl.maximum(last + shift + window - 1, 0))
+            full_high = gl.minimum(full_high, (gl.maximum(first + shift + window, 0) // N) * N)
+    return low, gl.maximum(high, low), full_low, full_high
+
+
+@gluon.jit
+def _read_tile(q_offsets, k_offsets, tiles, index, H, CAUSAL: gl.constexpr):
+    """Head, first row of the 2M-row tile, and the sequence's spans."""
+    head = index % H
+    entry = index // H
+    sequence = gl.load(tiles + 2 * entry)
+    tile = gl.load(tiles + 2 * entry + 1)
+    q_start = gl.load(q_offsets + sequence).to(gl.int32)
+    q_len = gl.load(q_offsets + sequence + 1).to(gl.int32) - q_start
+    k_start = gl.load(k_offsets + sequence).to(gl.int32)
+    k_len = gl.load(k_offsets + sequence + 1).to(gl.int32) - k_start
+    if CAUSAL:
+        tile = (q_len + 2 * M - 1) // (2 * M) - 1 - tile
+    return head, tile * (2 * M), q_start, q_len, k_start, k_len
+
+
+@gluon.jit
+def _zero_tail(tile, length, N: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+    """Zero the rows of an `(N, D)` shared tile from `length` on, 16 rows at a time."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))
+    for chunk in gl.static_range(N // 16):
+        if (chunk + 1) * 16 > length:
+            part = tile.slice(chunk * 16, 16)
+            value = part.load(layout)
+            part.store(gl.where((rows + chunk * 16 < length)[:, None], value, 0.0).to(tile.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP: gl.constexpr, q_head, k_head, v_head, window,
+    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    step = 0  # blocks of keys handed over so far
+    done = 0  # tiles handed over so far
+    tails = 0
+    for index in range(gl.program_id(0), gl.load(count) * H, gl.num_programs(0)):
+        head, first, q_start, q_len, k_start, k_len = _read_tile(q_offsets, k_offsets, tiles, index, H, CAUSAL)
+        last = gl.minimum(first + 2 * M, q_len)
+        low, high, _a, _b = _key_range(first, last, k_len - q_len, k_len, window, CAUSAL, WINDOW, N)
+        if high > low:
+            for half in gl.static_range(2):
+                mbarrier.wait(q_empty.index(half), (done & 1) ^ 1)
+                mbarrier.expect(q_ready.index(half), q_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    q_desc, [q_start + first + half * M, head * q_head], q_ready.index(half), q_smem.index(half)
+                )
+            done += 1
+            for start in range(low, high, N):
+                stage = step % STAGES
+                phase = (step // STAGES) & 1
+                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    k_desc, [k_start + start, (head // GROUP) * k_head], k_ready.index(stage), k_smem.index(stage)
+                )
+                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                if start + N <= k_len:
+                    mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        v_desc, [k_start + start, (head // GROUP) * v_head], v_ready.index(stage), v_smem.index(stage)
+                    )
+                else:
+                    mbarrier.expect(tail, v_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        v_desc, [k_start + start, (head // GROUP) * v_head], tail, v_smem.index(stage)
+                    )
+                    mbarrier.wait(tail, tails & 1)
+                    tails += 1
+                    _zero_tail(v_smem.index(stage), k_len - start, N, D, WARPS)
+                    mbarrier.arrive(v_ready.index(stage))
+                step += 1
+
+
+@gluon.jit
+def _select(s, start, rows, k_len, shift, window, fill, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
+    columns = start + gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
+    keep = (columns < k_len)[None, :] & (rows == rows)[:, None]
+    if CAUSAL or WINDOW:
+        delta = rows[:, None] + shift - columns[None, :]
+        if CAUSAL:
+            keep = keep & (delta >= 0)
+        if WINDOW:
+            keep = keep & (delta < window)
+            if not CAUSAL:
+                keep = keep & (delta > -window)
+    return gl.where(keep, s, fill)
+
+
+@gluon.jit
+def _weigh(s, m, norm, start, full_low, full_high, rows, k_len, shift, window, scale,
+           KIND: gl.constexpr, APPROX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, N: gl.constexpr,
+           LAYOUT: gl.constexpr):  # fmt: skip
+    """Weights of one block of scores, and the factor that softmax applies to what was accumulated before."""
+    edge = (start < full_low) | (start + N > full_high)
+    if KIND == "softmax":
+        if edge:
+            s = _select(s, start, rows, k_len, shift, window, -float("inf"), CAUSAL, WINDOW, N, LAYOUT)
+        m_next = gl.maximum(m, gl.max(s, axis=1))
+        shifted = gl.where(m_next == -float("inf"), 0.0, m_next) * scale
+        p = gl.exp2(s * scale - shifted[:, None])
+        alpha = gl.exp2(m * scale - shifted)
+        return p, m_next, norm * alpha + gl.sum(p, axis=1), alpha
+    else:
+        p = _activate(s * scale, KIND, APPROX)
+        if edge:
+            p = _select(p, start, rows, k_len, shift, window, 0.0, CAUSAL, WINDOW, N, LAYOUT)
+        return p, m, norm, m
+
+
+@gluon.jit
+def _consume(
+    out, lse, q_offsets, k_offsets, tiles, count, total_q, H, window, scale, inv_divisor,
+    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+    HALF: gl.constexpr, KIND: gl.constexpr, APPROX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = v_smem.dtype
+    step = 0
+    done = 0
+    for index in range(gl.program_id(0), gl.load(count) * H, gl.num_programs(0)):
+        head, first, q_start, q_len, k_start, k_len = _read_tile(q_offsets, k_offsets, tiles, index, H, CAUSAL)
+        last = gl.minimum(first + 2 * M, q_len)
+        shift = k_len - q_len
+        low, high, full_low, full_high = _key_range(first, last, shift, k_len, window, CAUSAL, WINDOW, N)
+        begin = first + HALF * M
+        rows = begin + gl.arange(0, M, gl.SliceLayout(1, s_layout))
+        acc = gl.zeros([M, D], gl.float32, o_layout)
+        m = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
+        norm = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
+        if high > low:
+            mbarrier.wait(q_ready.index(HALF), done & 1)
+            if begin < q_len:
+                q = q_smem.index(HALF)
+                empty_scores = gl.zeros([M, N], gl.float32, s_layout)
+                stage = step % STAGES
+                mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
+                token = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), empty_scores, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, deps=[token])
+                mbarrier.arrive(k_empty.index(stage))
+                p, m, norm, alpha = _weigh(s, m, norm, low, full_low, full_high, rows, k_len, shift, window, scale,
+                                        KIND, APPROX, CAUSAL, WINDOW, N, s_layout)  # fmt: skip
+                p = gl.convert_layout(p.to(dtype), p_layout)
+                for start in range(low + N, high, N):
+                    before = stage
+                    before_phase = (step // STAGES) & 1
+                    step += 1
+                    stage = step % STAGES
+                    mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
+                    token = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), empty_scores, use_acc=False, is_async=True)
+                    mbarrier.wait(v_ready.index(before), before_phase)
+                    out_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+                    s = warpgroup_mma_wait(1, deps=[token])
+                    mbarrier.arrive(k_empty.index(stage))
+                    p_next, m, norm, alpha = _weigh(s, m, norm, start, full_low, full_high, rows, k_len, shift, window, scale,
+                                                 KIND, APPROX, CAUSAL, WINDOW, N, s_layout)  # fmt: skip
+                    acc = warpgroup_mma_wait(0, deps=[out_token])
+                    mbarrier.arrive(v_empty.index(before))
+                    if KIND == "softmax":
+                        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
+                    p = gl.convert_layout(p_next.to(dtype), p_layout)
+                mbarrier.arrive(q_empty.index(HALF))
+                mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
+                out_token = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[out_token])
+                mbarrier.arrive(v_empty.index(stage))
+                step += 1
+            else:  # no row of this consumer is left: only hand the buffers back
+                mbarrier.arrive(q_empty.index(HALF))
+                for start in range(low, high, N):
+                    stage = step % STAGES
+                    mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
+                    mbarrier.arrive(k_empty.index(stage))
+                    mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
+                    mbarrier.arrive(v_empty.index(stage))
+                    step += 1
+            done += 1
+        if begin < q_len:
+            if KIND == "softmax":
+                factor = 1.0 / gl.where(norm == 0, 1.0, norm)
+                acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
+                stats = lse + head.to(gl.int64) * total_q + q_start
+                gl.store(stats + rows, (m * scale + gl.log2(norm)) * 0.6931471805599453, mask=rows < q_len)
+            else:
+                acc = acc * inv_divisor
+            result = gl.convert_layout(acc.to(dtype), store_layout)
+            o_rows = begin + gl.arange(0, M, gl.SliceLayout(1, store_layout))
+            columns = gl.arange(0, D, gl.SliceLayout(0, store_layout))
+            base = out + q_start.to(gl.int64) * (H * D) + head * D
+            pointers = base + o_rows[:, None] * (H * D) + columns[None, :]
+            gl.store(pointers, result, mask=(o_rows < q_len)[:, None])
+
+
+@gluon.jit(do_not_specialize=["total_q", "window"])
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, GROUP: gl.constexpr,
+    q_head, k_head, v_head, window, scale, inv_divisor,
+    KIND: gl.constexpr, APPROX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Persistent over `tiles` (2M query rows each) of every head. Scores scale by `scale` > 0 (base 2 for softmax)."""
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, M, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, N, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, N, D], v_desc.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(tail, count=1)
+    for half in gl.static_range(2):
+        mbarrier.init(q_ready.index(half), count=1)
+        mbarrier.init(q_empty.index(half), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (out, lse, q_offsets, k_offsets, tiles, count, total_q, H, window, scale, inv_divisor,
+                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+                        0, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES)),
+            (_consume, (out, lse, q_offsets, k_offsets, tiles, count, total_q, H, window, scale, inv_divisor,
+                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+                        1, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES)),
+            (_produce, (q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP, q_head, k_head, v_head, window,
+                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail, CAUSAL, WINDOW, N, D, STAGES, 4)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

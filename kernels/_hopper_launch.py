@@ -1,0 +1,66 @@
+"""Host side of the Hopper kernels: what they accept, TMA descriptors, launches."""
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels._attention_hopper import hopper_forward_kernel
+from kernels._tiles import RANKED, ranked_tiles
+
+LOG2E = 1.4426950408889634
+# head dim -> keys per block and stages of the forward: the most that fits 227 KiB of shared memory beside Q and the output's staging
+FORWARD_TILES = {64: (128, 3), 128: (128, 2)}
+
+
+def fits(tensors: tuple[Tensor, ...], num_sequences: int, bias: tuple, options) -> bool:
+    """Whether the warp-specialised kernels take these arguments: a Hopper GPU, what TMA can address, and no bias."""
+    q, k = tensors[:2]
+    return (
+        torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] in FORWARD_TILES
+        and bias[0] is None
+        and bias[1] is None
+        and options.scale > 0
+        and 0 < num_sequences <= RANKED
+        and k.shape[0] > 0
+        and all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in tensors)
+    )
+
+
+def num_programs(device: torch.device) -> int:
+    """Programs of a persistent launch: one per multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """TMA descriptor of `(rows, D)` boxes over `(total, H, D)` seen as a matrix; a head starts at column `head * stride(1)`."""
+    total, heads, head_dim = x.shape
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([rows, head_dim], dtype)
+    return TensorDescriptor(x, [total, (heads - 1) * x.stride(1) + head_dim], [x.stride(0), 1], [rows, head_dim], layout)
+
+
+def meta(options) -> dict:
+    """Compile-time options shared by forward and backward."""
+    return {
+        "KIND": "gelu" if options.kind == "gelu_fast" else options.kind,
+        "APPROX": options.kind == "gelu_fast",
+        "CAUSAL": options.causal,
+        "WINDOW": options.window > 0,
+    }
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: tuple[Tensor, Tensor], options) -> None:
+    """Fill `out` and, for softmax, `lse`."""
+    rows, heads, head_dim = q.shape
+    tiles, count = ranked_tiles(*offsets, rows, 128, out)
+    n, stages = FORWARD_TILES[head_dim]
+    softmax = options.kind == "softmax"
+    scale = options.scale * LOG2E if softmax else options.scale
+    hopper_forward_kernel[(num_programs(q.device),)](
+        descriptor(q, 64), descriptor(k, n), descriptor(v, n), out, lse if softmax else out, *offsets, tiles, count,
+        rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), options.window, scale, 1.0 / options.divisor,
+        **meta(options), N=n, D=head_dim, STAGES=stages, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, num_warps=4,
+    )  # fmt: skip
