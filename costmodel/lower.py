@@ -37,7 +37,7 @@ from costmodel.stepgraph import COMPUTE, H2D, HOST, StepGraph, Task, tier_stream
 STEP_OVERHEAD_SECONDS = 2e-4
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Factors:
     """The slowest rank's work over the average, by sequence: events and pairs."""
 
@@ -90,7 +90,18 @@ class Pricer:
         self.active_ranks = plan.cluster.devices_per_host if self.device.kind == "cpu" else 1
         if plan.layout.world_size < self.active_ranks:
             self.active_ranks = plan.layout.world_size
-        self._blocks: dict[tuple[int, str, str], Cost] = {}
+        self._costs: dict[tuple[Op, str], Cost] = {}
+        self._blocks: dict[tuple[int, int, str, str], Cost] = {}
+        self._kept: list[BatchShape] = []
+
+    def keep(self, batch: BatchShape) -> None:
+        """Block costs are kept by the batch's identity, which must then stay taken."""
+        if any(batch is kept for kept in self._kept):
+            return
+        if len(self._kept) >= _MAX_BATCHES:
+            self._kept.clear()
+            self._blocks.clear()
+        self._kept.append(batch)
 
     def time(self, one: Op, phase: str) -> OpTime:
         """Seconds of one op (all repetitions)."""
@@ -102,12 +113,19 @@ class Pricer:
 
     def ops(self, ops: Sequence[Op], phase: str) -> Cost:
         """The sum over ops in one phase."""
-        times = [self.time(one, phase) for one in ops]
-        limits = [compute.limits(one, phase, self.device) for one in ops]
-        return Cost(seconds=sum(t.seconds for t in times), host_seconds=self._launch(sum(t.host_seconds for t in times)),
-                    flops=sum(one.flops(phase) for one in ops), bytes=sum(one.bytes(phase) for one in ops),
-                    compute_bound=sum(t.seconds for t, (c, m) in zip(times, limits) if c >= m),
-                    parts=tuple((t.curve, t.source, t.seconds, t.width) for t in times))
+        costs = [self._costs.get((one, phase)) or self._cost(one, phase) for one in ops]
+        if len(costs) == 1:
+            return costs[0]
+        return Cost(seconds=sum([c.seconds for c in costs]), host_seconds=sum([c.host_seconds for c in costs]), flops=sum([c.flops for c in costs]),
+                    bytes=sum([c.bytes for c in costs]), compute_bound=sum([c.compute_bound for c in costs]),
+                    parts=tuple([part for c in costs for part in c.parts]))
+
+    def _cost(self, one: Op, phase: str) -> Cost:
+        time, (at_peak, at_bandwidth) = self.time(one, phase), compute.limits(one, phase, self.device)
+        cost = self._costs[one, phase] = Cost(
+            seconds=time.seconds, host_seconds=self._launch(time.host_seconds), flops=one.flops(phase), bytes=one.bytes(phase),
+            compute_bound=time.seconds if at_peak >= at_bandwidth else 0.0, parts=((time.curve, time.source, time.seconds, time.width),))
+        return cost
 
     def _launch(self, seconds: float) -> float:
         """Host launch time under the plan's execution mode; a replayed graph launches its ops for next to nothing."""
@@ -119,7 +137,7 @@ class Pricer:
 
     def block(self, block: Block, batch: BatchShape, precision: str, phase: str) -> Cost:
         """One block's forward or backward, corrected by its kind's composition."""
-        key = (id(block), precision, phase)
+        key = (id(block), id(batch), precision, phase)
         if key not in self._blocks:
             ops = block.forward(batch, precision)
             self._blocks[key] = self._corrected(block.kind, self.ops(ops, phase), phase, len(ops))
@@ -127,7 +145,7 @@ class Pricer:
 
     def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
         """What runs again before a block's backward."""
-        key = (id(block), precision, policy)
+        key = (id(block), id(batch), precision, policy)
         if key not in self._blocks:
             again = block.recomputed(batch, precision, policy)
             self._blocks[key] = self._corrected(block.kind, self.ops(again, FORWARD), FORWARD, len(again)) if again else NO_COST
@@ -135,7 +153,7 @@ class Pricer:
 
     def unit(self, kind: str, block: Block) -> Cost:
         """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`."""
-        key = (id(block), kind, STEP)
+        key = (id(block), 0, kind, STEP)
         if key not in self._blocks:
             self._blocks[key] = self.ops([op(kind, parameters=block.num_parameters, tensors=block.num_tensors)], STEP)
         return self._blocks[key]
@@ -149,17 +167,45 @@ class Pricer:
         return dataclasses.replace(cost, seconds=seconds, parts=(*parts, (f"composition:{kind}/{phase}", "measured", 0.0, found.width * seconds)))
 
 
+_MAX_PRICERS = 16
+_MAX_BATCHES = 256
+_pricers: dict[tuple[int, int, str, int], tuple[object, Calibration | None, Pricer]] = {}
+
+
+def pricer(plan: Plan, calibration: Calibration | None) -> Pricer:
+    """The Pricer of the plan's very cluster, calibration, execution and ranks on a host, made once: candidates of a search share block costs."""
+    key = (id(plan.cluster), id(calibration), plan.execution, min(plan.layout.world_size, plan.cluster.devices_per_host))
+    if key not in _pricers:
+        if len(_pricers) >= _MAX_PRICERS:
+            _pricers.clear()
+        _pricers[key] = (plan.cluster, calibration, Pricer(plan, calibration))
+    return _pricers[key][2]
+
+
+_batches: dict[tuple[object, ...], tuple[object, object, BatchShape]] = {}
+
+
 def batch_shape(plan: Plan, factors: Mapping[str, Factors] | None = None) -> BatchShape:
-    """The expected micro-batch of the slowest rank. Raises ValueError when the workload has no lengths for a sequence."""
+    """The expected micro-batch of the slowest rank, one object per content. Raises ValueError when the workload has no lengths for a sequence."""
+    padded = plan.batching == "padded"
+    key = (id(plan.model), id(plan.workload), plan.local_batch, padded, tuple(sorted((factors or {}).items())))
+    if key not in _batches:
+        if len(_batches) >= _MAX_BATCHES:
+            _batches.clear()
+        _batches[key] = (plan.model, plan.workload, _batch_shape(plan, factors or {}, padded))
+    return _batches[key][2]
+
+
+def _batch_shape(plan: Plan, factors: Mapping[str, Factors], padded: bool) -> BatchShape:
     missing = [s.name for s in plan.model.sequences if s.name not in plan.workload.lengths]
     if missing:
         raise ValueError(f"workload {plan.workload.name}: lengths.{missing[0]}: missing; the model has that sequence")
     shapes: dict[str, JaggedShape] = {}
     for sequence in plan.model.sequences:
         shape = JaggedShape.expected(plan.workload.lengths[sequence.name], plan.local_batch)
-        if plan.batching == "padded":
+        if padded:
             shape = shape.padded()
-        factor = (factors or {}).get(sequence.name, Factors())
+        factor = factors.get(sequence.name, Factors())
         shapes[sequence.name] = shape.scaled(factor.tokens, factor.pairs)
     return BatchShape(samples=float(plan.local_batch), sequences=shapes)
 
@@ -441,7 +487,9 @@ def lower(plan: Plan, calibration: Calibration | None, *, factors: Mapping[str, 
     batch = batch_shape(plan, factors)
     if loads is None:
         loads = table_loads(plan, {name: shape.tokens for name, shape in batch.sequences.items()})
-    builder = _Builder(plan, Pricer(plan, calibration), network(plan.cluster, calibration, plan.transport), batch, loads)
+    shared = pricer(plan, calibration)
+    shared.keep(batch)
+    builder = _Builder(plan, shared, network(plan.cluster, calibration, plan.transport), batch, loads)
     builder.step()
     return Lowered(graph=StepGraph(tasks=tuple(builder.tasks)), parts=_merged(builder.parts), model_flops=model_flops(plan),
                    compute_bound=builder.compute_bound, batch=batch, loads=loads, notes=_notes(plan, builder))

@@ -32,6 +32,7 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 Features = Mapping[str, float]
 Formula = Callable[[Features, str, float, str], float]
+_INFINITY = float("inf")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +81,9 @@ class Op:
 
 def dtype_bytes(dtype: str) -> float:
     """Bytes an element: 4, 2, or 1 for the 8-bit formats (scales are counted where they are stored)."""
-    if dtype in DTYPE_BYTES:
-        return float(DTYPE_BYTES[dtype])
+    found = DTYPE_BYTES.get(dtype)
+    if found is not None:
+        return float(found)
     if dtype.startswith(("fp8", "mxfp8")):
         return 1.0
     raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}, fp8_*, mxfp8")
@@ -89,18 +91,22 @@ def dtype_bytes(dtype: str) -> float:
 
 def op(kind: str, *, variant: str = "", dtype: str = "fp32", count: int = 1, **features: float) -> Op:
     """An op after checks: the kind is known, its features are exactly those of the kind, finite and >= 0."""
-    if kind not in KINDS:
+    spec = KINDS.get(kind)
+    if spec is None:
         raise ValueError(f"unknown op kind {kind!r}; known: {', '.join(KINDS)}")
-    spec = KINDS[kind]
-    if set(features) != set(spec.features):
+    try:
+        values = tuple([(name, float(features[name])) for name in spec.features])
+    except KeyError:
+        values = ()
+    if len(values) != len(features):
         raise ValueError(f"op {kind}: features {sorted(spec.features)} are needed, got {sorted(features)}")
     if spec.variants and variant not in spec.variants:
         raise ValueError(f"op {kind}: variant {variant!r} is none of {', '.join(spec.variants)}")
-    for name, value in features.items():
-        if not 0 <= value < float("inf"):
+    for name, value in values:
+        if not 0 <= value < _INFINITY:
             raise ValueError(f"op {kind}: {name} must be finite and >= 0, got {value}")
     dtype_bytes(dtype)
-    return Op(kind=kind, variant=variant, features=tuple((name, float(features[name])) for name in spec.features), dtype=dtype, count=count)
+    return Op(kind=kind, variant=variant, features=values, dtype=dtype, count=count)
 
 
 def linear(m: float, k: float, n: float, dtype: str = "fp32", count: int = 1) -> Op:
