@@ -1,7 +1,9 @@
 """Time of collectives over the link tiers of a cluster.
 
-Bytes are those of the whole message, as nccl-tests counts them: the gathered result of an all-gather, the full input of a reduce-scatter or all-reduce,
-one rank's whole send buffer of an all-to-all. For a group of n ranks, S bytes, and the tiers k that it crosses from the inside out, with m_k members inside
+Bytes are those of the whole message, as nccl-tests counts them: the gathered result of an all-gather, the full input of a reduce-scatter or
+all-reduce,
+one rank's whole send buffer of an all-to-all. For a group of n ranks, S bytes, and the tiers k that it crosses from the inside out, with m_k
+members inside
 one unit below the tier (a rank, a host, a zone):
 
     ring        wire = S (n - 1) / n (all-reduce: twice) crosses every unit's boundary once; t_k = wire / r_k
@@ -46,7 +48,8 @@ BASE_SECONDS = {
     "tree": {"LL": 6.8e-6, "LL128": 14.0e-6, "Simple": 8.4e-6},
     "pat": {"LL": 6.6e-6, "LL128": 14.0e-6, "Simple": 8.4e-6},
 }
-# A hop under each protocol against a bulk (Simple) hop, whose seconds the tier states: NVLink 0.6, 1.9, 3.4 us; network 2.7, 4.0, 14 us [NCCL src/graph/tuning.cc].
+# A hop under each protocol against a bulk (Simple) hop, whose seconds the tier states: NVLink 0.6, 1.9, 3.4 us; network 2.7, 4.0, 14 us
+# [NCCL src/graph/tuning.cc].
 HOP_FACTOR = {"host": {"LL": 0.6 / 3.4, "LL128": 1.9 / 3.4, "Simple": 1.0}, "network": {"LL": 2.7 / 14.0, "LL128": 4.0 / 14.0, "Simple": 1.0}}
 # Share of the wire that carries data: LL sends a flag with every word, LL128 8 bytes of 128 and some stores [NCCL src/graph/tuning.cc].
 PROTOCOL_EFFICIENCY = {"LL": 0.5, "LL128": 0.92, "Simple": 1.0}
@@ -95,7 +98,8 @@ def layout_groups(layout: Layout) -> dict[str, GroupShape]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A tier that a group crosses: `inner` members inside one unit of `unit` ranks below it, `outer` members inside its scope; bytes/s of the group."""
+    """A tier that a group crosses: `inner` members inside one unit of `unit` ranks below it, `outer` members inside its scope; bytes/s of
+    the group."""
 
     tier: LinkTier
     unit: int
@@ -171,7 +175,8 @@ def _check_kind(kind: str) -> None:
 
 
 class Network:
-    """Collectives of one cluster under one transport. `calibration`: its curves serve where they fit, else published ones of this device, else the model."""
+    """Collectives of one cluster under one transport. `calibration`: its curves serve where they fit, else published ones of this device,
+    else the model."""
 
     def __init__(self, cluster: Cluster, calibration: Calibration | None = None, transport: str = "nccl") -> None:
         contention.transport(transport)
@@ -231,7 +236,8 @@ class Network:
         if len(crossed) == 1:
             found = one_host_seconds(curves, group.size, num_bytes, span.tier.bandwidth, in_network_reduction=span.tier.in_network_reduction)
             return None if found is None else (*found, "curve")
-        # Over hosts, NVLink carries the whole ring's wire bytes; the message of a one-host collective with as many bytes on the wire stands for that part.
+        # Over hosts, NVLink carries the whole ring's wire bytes; the message of a one-host collective with as many bytes on the wire stands
+        # for that part.
         inside = _inside_message(kind, num_bytes, group.size, members)
         found = one_host_seconds(curves, members, inside, span.tier.bandwidth, in_network_reduction=False)
         if found is None:

@@ -3,8 +3,10 @@
 A curve answers only for its own collective: all-reduce may be faster than the link where switches reduce (NVLS), so it says nothing of all-gather.
 
     size        log-log interpolation; below the smallest size the floor is held, above the largest the utilisation is held
-    group size  t(n, S) = wire(n, S) / B + excess(n, S), excess linear in n between two measured group sizes: the wire part is exact, and what is left is
-                latency per hop (linear in n) and copies (nearly flat). Outside the measured sizes the nearest excess is held, plus one hop's latency each.
+    group size  t(n, S) = wire(n, S) / B + excess(n, S), excess linear in n between two measured group sizes: the wire part is exact, and
+    what is left is
+                latency per hop (linear in n) and copies (nearly flat). Outside the measured sizes the nearest excess is held, plus one hop's
+                latency each.
     link        on a link of another bandwidth B' everything above the floor scales by B / B' (utilisation held): extrapolated
 
     wire(n, S) = S (n - 1) / n, twice that for all-reduce: what one rank must send.
@@ -90,7 +92,8 @@ def wire_factor(collective: str, group: int) -> float:
 
 def one_host_seconds(curves: Sequence[CollectiveCurve], group: int, num_bytes: float, link_bandwidth: float,
                      *, in_network_reduction: bool) -> tuple[float, Source] | None:
-    """(seconds, source) of a group of `group` ranks of one host from `curves` (one collective and transport, hosts = 1); None without a usable curve."""
+    """(seconds, source) of a group of `group` ranks of one host from `curves` (one collective and transport, hosts = 1); None without a
+    usable curve."""
     usable = [c for c in curves if _same_algorithm(c, group, num_bytes, in_network_reduction)]
     if not usable:
         return None

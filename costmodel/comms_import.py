@@ -2,7 +2,8 @@
 
 nccl-tests prints a header per program (`# nThread 1 nGpus 8 ...`, `# Collective test starting: all_gather_perf` in newer versions) and rows
 
-    size  count  type  redop  root   time  algbw  busbw  #wrong   time  algbw  busbw  #wrong      (out of place, then in place; redop, root where they apply)
+    size  count  type  redop  root   time  algbw  busbw  #wrong   time  algbw  busbw  #wrong      (out of place, then in place; redop, root
+    where they apply)
 
 with `size` in bytes of the whole message (the gathered result, the scattered input, one rank's send buffer of an all-to-all), which is our
 convention too (`costmodel.comms`), and `time` in microseconds. FSDP and the embedding exchange run out of place, so those columns are read.
@@ -30,7 +31,8 @@ CSV_COLUMNS = ("collective", "group", "bytes", "seconds")
 def parse_nccl_tests(text: str, *, collective: str | None = None) -> list[Sample]:
     """Samples of one nccl-tests log. `collective` is needed where the log does not name its program.
 
-    Group size and hosts come from the `# Rank` lines. Raises ValueError naming the line when rows stand without a known program or ranks, or a row does
+    Group size and hosts come from the `# Rank` lines. Raises ValueError naming the line when rows stand without a known program or ranks, or
+    a row does
     not parse; rows that the program reports wrong are refused.
     """
     kind = collective

@@ -3,7 +3,8 @@
     share = 1 - (1 - SMs / num_SMs) (1 - HBM bytes / (seconds x bandwidth))
 
 Compute beside it runs at 1 - share. Measured on two H200s: 12.88 ms of GEMM beside a 3.89 ms all-gather of 2 GiB took 14.39 ms; 24 of 132 SMs and
-4.3 GB of HBM traffic in that time give a share of 0.37 and 14.32 ms. Wave quantisation is inside the SM term only on average: a GEMM's own waves are not known here.
+4.3 GB of HBM traffic in that time give a share of 0.37 and 14.32 ms. Wave quantisation is inside the SM term only on average: a GEMM's own
+waves are not known here.
 A calibration that measured the share (`constant:collective_share`, variant `transport/kind`) replaces the formula.
 """
 from __future__ import annotations
@@ -22,7 +23,8 @@ RATE_FLOOR = 0.05
 class Transport:
     """A collective library. `sms`: SMs held by each collective it serves; kinds it lacks run on `fallback`'s terms.
 
-    latency_factor: its fixed cost against NCCL's. hosts: whether it serves groups that span hosts. cpu_share: share of a CPU rank's core that its own threads
+    latency_factor: its fixed cost against NCCL's. hosts: whether it serves groups that span hosts. cpu_share: share of a CPU rank's core
+    that its own threads
     take. executable: whether code here can run it, else the plan is predict-only.
     """
 
@@ -42,7 +44,8 @@ TRANSPORTS = {
         source="about 24 SMs for all-gather and reduce-scatter [facts: GEM training infrastructure]; all-reduce and all-to-all assumed alike"),
     "ncclx": Transport(
         name="ncclx", sms={"all_gather": 1.0, "all_to_all": 1.0}, fallback="nccl", executable=False,
-        source="24 -> 1 SM for all-gather: copy engines inside the host, RDMA outside [facts: GEM training infrastructure]; reductions still need SMs"),
+        source="24 -> 1 SM for all-gather: copy engines inside the host, RDMA outside [facts: GEM training infrastructure]; reductions "
+               "still need SMs"),
     "copy_engine": Transport(
         name="copy_engine", sms={"all_gather": 0.0, "all_to_all": 0.0}, fallback="nccl", hosts=False, executable=False,
         source="copies by the DMA engines hold no SM, inside a host only; reductions still need SMs"),
@@ -67,7 +70,8 @@ def serving(name: str, kind: str, *, one_host: bool) -> Transport:
     return chosen
 
 
-# HBM bytes that one rank reads and writes, per byte of message: gathered output written and forwarded; input read and partial sums added; both [Derived].
+# HBM bytes that one rank reads and writes, per byte of message: gathered output written and forwarded; input read and partial sums added;
+# both [Derived].
 HBM_TRAFFIC = {"all_gather": 2.0, "reduce_scatter": 3.0, "all_reduce": 4.0, "all_to_all": 2.0}
 
 

@@ -1,6 +1,7 @@
 """Event simulation of a step graph, and a closed-form bound that it never falls below.
 
-A stream runs its tasks one at a time in list order. The host launches tasks in list order; a task starts when it is launched, its dependencies have ended
+A stream runs its tasks one at a time in list order. The host launches tasks in list order; a task starts when it is launched, its
+dependencies have ended
 and its stream is free. Compute beside collectives runs at the rate
 
     1 - sum of the shares of the collectives that run          (at least RATE_FLOOR)
@@ -233,7 +234,8 @@ def _timeline(tasks: Sequence[Task], start: list[float], end: list[float], issue
     if step > cursor:
         last = max(range(len(tasks)), key=lambda i: end[i])
         wait(-last - 1, step)
-    return Timeline(spans=tuple((i, start[i], end[i]) for i in range(len(tasks))), step_seconds=step, exposed=exposed, phases=phases, idle=idle, busy=busy,
+    spans = tuple((i, start[i], end[i]) for i in range(len(tasks)))
+    return Timeline(spans=spans, step_seconds=step, exposed=exposed, phases=phases, idle=idle, busy=busy,
                     contention=max(contention, 0.0))
 
 
@@ -248,7 +250,8 @@ def _stream_predecessors(tasks: Sequence[Task]) -> list[int]:
 
 def _causes(tasks: Sequence[Task], start: list[float], end: list[float], issue: list[float], previous: list[int], i: int, begin: float,
             until: float) -> list[tuple[str, Task, float]]:
-    """What filled [begin, until] before task `i` could start (or, for -i - 1, until task i ended): the chain of tasks that ended last, walked back."""
+    """What filled [begin, until] before task `i` could start (or, for -i - 1, until task i ended): the chain of tasks that ended last,
+    walked back."""
     found: list[tuple[str, Task, float]] = []
 
     def add(cause: str, task: Task, since: float) -> float:

@@ -136,7 +136,8 @@ def test_host_synchronisation_stalls_launches():
 def test_speed_of_a_large_graph():
     tasks, compute = [], None
     for i in range(700):
-        tasks.append(Task(name="gather", stream="tier:rdma", seconds=1e-3, kind="collective", sm_fraction=0.3, deps=(compute,) if compute and i % 3 else ()))
+        tasks.append(Task(name="gather", stream="tier:rdma", seconds=1e-3, kind="collective", sm_fraction=0.3,
+                          deps=(compute,) if compute and i % 3 else ()))
         compute = len(tasks)
         tasks.append(Task(name="op", stream="compute", seconds=1.5e-3, host_seconds=1e-5, deps=(compute - 1,), phase="forward"))
         tasks.append(Task(name="reduce", stream="tier:nvlink", seconds=1e-3, kind="collective", sm_fraction=0.3, deps=(compute,)))
