@@ -89,6 +89,10 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.devices_per_host < 1:
             raise ValueError(f"cluster {self.name}: num_hosts and devices_per_host must be >= 1")
+        if self.memory_budget is not None and self.memory_budget <= 0:
+            raise ValueError(f"cluster {self.name}: memory_budget must be > 0, got {self.memory_budget:g}")
+        if self.hosts_per_zone is not None and self.hosts_per_zone < 1:
+            raise ValueError(f"cluster {self.name}: hosts_per_zone must be >= 1, got {self.hosts_per_zone}")
         if self.hosts_per_zone is not None and self.num_hosts % self.hosts_per_zone and self.num_hosts > self.hosts_per_zone:
             legal = [d for d in range(1, self.num_hosts + 1) if self.num_hosts % d == 0]
             raise ValueError(f"cluster {self.name}: {self.num_hosts} hosts do not divide into zones of {self.hosts_per_zone}; legal: {legal}")

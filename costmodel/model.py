@@ -119,6 +119,12 @@ class Model:
     description: str = ""
 
     def __post_init__(self) -> None:
+        widths = (self.dim, *self.bottom_hidden, *self.interaction_hidden, *(w for h in self.heads for w in h.hidden))
+        if min(widths) < 1 or self.num_dense_features < 0:
+            raise ValueError(f"model {self.name}: dim and every hidden width must be >= 1, num_dense_features >= 0; got {widths} and "
+                             f"{self.num_dense_features}")
+        if not self.interaction_hidden:
+            raise ValueError(f"model {self.name}: interaction_hidden needs at least one width")
         names = [s.name for s in self.sequences]
         for table in self.tables:
             if table.sequence is not None and table.sequence not in names:

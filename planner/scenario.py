@@ -206,7 +206,10 @@ def load_scenario(reference: Path | str, *, with_variants: bool = True) -> Resol
         return base
     variants = []
     for name, sets in _variants(document):
-        variants.append(dataclasses.replace(_resolve(document, sets), name=name))
+        try:
+            variants.append(dataclasses.replace(_resolve(document, sets), name=name))
+        except FileError as error:
+            raise FileError([dataclasses.replace(f, message=f"{f.message} (in variant {name!r})") for f in error.faults]) from error
     return dataclasses.replace(base, variants=tuple(variants))
 
 
@@ -318,6 +321,8 @@ def _read_histogram(file: Path, document: Document, path: Path_) -> dict[str, An
 
 def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ...]) -> ResolvedScenario:
     cluster: Cluster = parsed.cluster.build()
+    if parsed.memory_budget == 0:
+        raise FileError([document.fault(("memory_budget",), "must be > 0")])
     if parsed.memory_budget is not None:
         cluster = dataclasses.replace(cluster, memory_budget=parsed.memory_budget)
     exclude = Exclusions(

@@ -68,7 +68,14 @@ def quantity(kind: units.Kind) -> Any:
         "anyOf": [{"type": "string", "pattern": r"^\s*[+-]?[0-9_.]+([eE][+-]?[0-9]+)?\s*\S+\s*$", "examples": [units.EXAMPLES[kind]]}, {"const": 0}],
         "description": f"a quantity in {kind}",
     }
-    return Annotated[float, pydantic.BeforeValidator(lambda value: units.parse(value, kind)), pydantic.WithJsonSchema(schema)]
+    return Annotated[float, pydantic.BeforeValidator(lambda value: _not_negative(value, kind)), pydantic.WithJsonSchema(schema)]
+
+
+def _not_negative(value: Any, kind: units.Kind) -> float:
+    parsed = units.parse(value, kind)
+    if parsed < 0:
+        raise ValueError(f"{value!r} is negative; a quantity >= 0 is needed")
+    return parsed
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -59,20 +59,12 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def grid(title: str, columns: list[tuple[str, str]], rows: list[list[str]], *, caption: str = "") -> Table:
-    """A table; `columns` are (heading, justify). Cells are shown as they are, never read as markup."""
-    made = Table(
-        title=title or None,
-        title_justify="left",
-        caption=caption or None,
-        caption_justify="left",
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-        title_style="bold",
-    )
+def grid(title: str, columns: list[tuple[str, str]], rows: list[list[str]], *, caption: str = "") -> Group:
+    """A table under its title; `columns` are (heading, justify). Cells are shown as they are, never read as markup."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in columns:
         made.add_column(Text(heading), justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
-    return made
+    parts = ([Text(title, style="bold")] if title else []) + [made] + ([Text(caption, style="dim")] if caption else [])
+    return Group(*parts)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from costmodel.estimate import Estimate
@@ -120,7 +119,7 @@ def comparison_tables(comparison: Mapping[str, Any]) -> Group:
     return Group(times, Text(""), space)
 
 
-def quality_table(quality: Mapping[str, float]) -> Table | None:
+def quality_table(quality: Mapping[str, float]) -> Group | None:
     """Normalized entropy on held-out events, beside the baselines."""
     rows = [
         [name.removeprefix("ne.") if name.startswith("ne.") else f"baseline: {name.removeprefix('baseline.')}", f"{value:.4f}"]

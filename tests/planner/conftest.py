@@ -1,0 +1,22 @@
+"""A state directory of the tests' own: nobody's ledger or calibration is read or written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner import machine
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """$PLANNER_STATE, with this machine's bandwidth already known so that no test measures it."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (folder / "machine.json").write_text(json.dumps({"cpu": machine.cpu_name(), "memory_bandwidth": 1e10}))
+    monkeypatch.setenv("PLANNER_STATE", str(folder))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("PLANNER_DEBUG", raising=False)
+    return folder
