@@ -1,0 +1,314 @@
+"""Prices of one scenario's candidates: the program of a candidate, the placed plan of a solution, and what the cost model says of it.
+
+Everything here goes through `costmodel.lower`; what depends on less than a whole plan (slowest rank, durations of blocks, mean table loads) is kept.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from costmodel.calibration import Calibration
+from costmodel.imbalance import slowest_rank
+from costmodel.lower import Factors, Lowered, batch_shape, lower
+from costmodel.memory import Memory, memory, option_memory
+from costmodel.model import DTYPE_BYTES, TableGroup
+from costmodel.plan import Plan, RegionOption, RegionPlan, TablePlacement
+from costmodel.regions import regions
+from costmodel.simulate import bound, simulate
+from costmodel.sparse import expected_unique, ids_per_table, skew, state_bytes
+from planner.bounds import Cut, Durations, Key, block_durations, cut, mean_loads, rest_durations, single_blocks, uniform
+from planner.ilp import CandidateProgram, Choice, MemoryRow, RegionRow, TableRow, undominated
+from planner.placement import Group, Items, place
+from planner.scenario import ResolvedScenario
+from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, predict_only_reasons, table_choices
+
+_HEAVIER = (1.1, 1.5, 2.0, 4.0)
+"""Loads over the mean at which sparse tasks are priced for their slope; the least secant holds for all of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TiedTables:
+    """Tables of one group that no pin, exclusion or skew tells apart: they are chosen by count."""
+
+    name: str
+    group: TableGroup
+    tables: tuple[str, ...]
+    zipf: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A plan with its simulated step time and its bound [s], and its memory."""
+
+    plan: Plan
+    choice: Choice
+    seconds: float
+    bound: float
+    memory: Memory
+    lowered: Lowered
+
+
+class Pricing:
+    """All prices of one scenario; `candidates` index the space."""
+
+    def __init__(self, scenario: ResolvedScenario, space: Space, calibration: Calibration | None) -> None:
+        self.scenario, self.space, self.calibration = scenario, space, calibration
+        self.candidates: Candidates = space.candidates
+        self.blocks = {r.name: r.count for r in regions(scenario.model)}
+        self.single = single_blocks(scenario.model)
+        self.tied = tied_tables(scenario)
+        self.table_log: list[Excluded] = []
+        self.dominated: dict[str, dict[RegionChoice, RegionChoice]] = {}
+        self.lowerings = 0
+        self._slowest: dict[tuple, tuple[dict[str, Factors], float]] = {}
+        self._durations: dict[tuple, dict[str, dict[RegionChoice, dict[Key, float]]]] = {}
+
+    # --- plans ---
+
+    def base(self, i: int) -> Plan:
+        """Candidate i with the first option everywhere and its tables unplaced."""
+        first = {name: choices[0] for name, choices in self.space.regions.items()}
+        scenario = self.scenario
+        return Plan(scenario=scenario.name, cluster=scenario.cluster, model=scenario.model, workload=scenario.workload, seed=scenario.seed,
+                    layout=self.candidates.layout(i), **self.candidates.options(i), regions=uniform(scenario.model, first), tables=())
+
+    def slowest(self, plan: Plan) -> tuple[dict[str, Factors], float]:
+        """(the slowest rank's factors by sequence, the slowest device's time over the nominal)."""
+        key = (plan.batching, plan.local_batch, plan.layout.world_size)
+        if key not in self._slowest:
+            found = slowest_rank(plan)
+            self._slowest[key] = ({n: Factors(tokens=f.tokens, pairs=f.pairs) for n, f in found.sequences.items()}, found.slow_node)
+        return self._slowest[key]
+
+    def lower(self, plan: Plan, **known: object) -> Lowered:
+        self.lowerings += 1
+        return lower(plan, self.calibration, factors=self.slowest(plan)[0], **known)
+
+    def region_plans(self, choice: Choice) -> tuple[RegionPlan, ...]:
+        """Options in the order of the space's choices, so that equal counts are equal plans."""
+        return tuple(RegionPlan(region=name, options=tuple(
+            RegionOption(count=n, precision=c.precision, checkpoint=c.checkpoint)
+            for c in self.space.regions[name] if (n := choice.regions[name].get(c, 0)))) for name in self.blocks)
+
+    def plan(self, i: int, choice: Choice) -> Plan:
+        """The placed plan of a solution. Raises PlacementError when a shard fits nowhere."""
+        plan = dataclasses.replace(self.base(i), regions=self.region_plans(choice))
+        plan = dataclasses.replace(plan, tables=self.place(plan, choice))
+        used = [c for by in choice.regions.values() for c, n in by.items() if n]
+        reasons = predict_only_reasons(layout=plan.layout, options=self.candidates.options(i), precisions=[c.precision for c in used],
+                                       checkpoints=[c.checkpoint for c in used], shardings=[t.sharding for t in plan.tables])
+        return dataclasses.replace(plan, predict_only=reasons)
+
+    def price(self, plan: Plan, choice: Choice) -> Priced:
+        """Simulated time, bound and memory of a placed plan."""
+        lowered, slow = self.lower(plan), self.slowest(plan)[1]
+        return Priced(plan=plan, choice=choice, seconds=simulate(lowered.graph).step_seconds * slow, bound=bound(lowered.graph) * slow,
+                      memory=memory(plan, lowered.batch, lowered.loads, self.calibration), lowered=lowered)
+
+    # --- programs ---
+
+    def program(self, i: int) -> CandidateProgram:
+        """The MILP of candidate i with the chain of its fastest options."""
+        plan, scenario = self.base(i), self.scenario
+        factors, slow = self.slowest(plan)
+        batch = batch_shape(plan, factors)
+        durations = self.durations(plan)
+        memories = {r.name: {c: option_memory(r, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=plan.layout.fsdp)
+                             for c in self.space.regions[r.name]} for r in regions(scenario.model)}
+        rows, kept = [], {}
+        for r in regions(scenario.model):
+            choices, worse = undominated(self.space.regions[r.name], durations[r.name], memories[r.name],
+                                         risk_matters=scenario.search.risk_budget is not None)
+            choices = tuple(c for c in self.space.regions[r.name] if c in choices)
+            self.dominated.setdefault(r.name, {}).update(worse)
+            kept[r.name] = {c: durations[r.name][c] for c in choices}
+            rows.append(RegionRow(name=r.name, count=r.count, memory={c: memories[r.name][c] for c in choices},
+                                  sharded=memories[r.name][choices[0]].sharded))
+        tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
+        loads = mean_loads(plan, tokens)
+        fastest = {name: min(by, key=lambda c: sum(v for k, v in by[c].items() if k[3] == "seconds")) for name, by in kept.items()}
+        lowered = self.lower(dataclasses.replace(plan, regions=uniform(scenario.model, fastest)), loads=loads)
+        rest = rest_durations(lowered.graph)
+        slopes = self.slopes(plan, tokens, rest) if plan.layout.sparse_group > 1 else {}
+        all_durations = Durations(regions=kept, rest=rest, slopes=slopes)
+        program = CandidateProgram(regions=rows, tables=self.table_rows(plan, tokens, float(loads.served[0])),
+                                   memory=self.memory_row(plan, lowered, fastest, memories), durations=all_durations,
+                                   risk_budget=scenario.search.risk_budget)
+        program.cuts.append(scaled(cut(lowered.graph, all_durations, self.blocks), slow))
+        return program
+
+    def chain(self, priced: Priced, program: CandidateProgram) -> Cut:
+        """The critical chain of a priced plan as a constraint of its candidate's program."""
+        return scaled(cut(priced.lowered.graph, program.durations, self.blocks), self.slowest(priced.plan)[1])
+
+    def durations(self, plan: Plan) -> dict[str, dict[RegionChoice, dict[Key, float]]]:
+        """Durations of one block by region and choice, read off one lowered graph per choice."""
+        layout = plan.layout
+        key = (layout.ddp, layout.fsdp, layout.reshard_after_forward, plan.local_batch, plan.batching, plan.transport, plan.execution)
+        if key not in self._durations:
+            found: dict[str, dict[RegionChoice, dict[Key, float]]] = {name: {} for name in self.blocks}
+            small = dataclasses.replace(plan, model=self.single, accumulation=1)
+            factors, _ = self.slowest(plan)
+            loads = mean_loads(small, {name: s.tokens for name, s in batch_shape(small, factors).sequences.items()})
+            most = max(len(choices) for choices in self.space.regions.values())
+            for k in range(most):
+                picked = {name: choices[min(k, len(choices) - 1)] for name, choices in self.space.regions.items()}
+                graph = self.lower(dataclasses.replace(small, regions=uniform(self.single, picked)), loads=loads).graph
+                for name, durations in block_durations(graph).items():
+                    found[name][picked[name]] = durations
+            self._durations[key] = found
+        return self._durations[key]
+
+    def slopes(self, plan: Plan, tokens: Mapping[str, float], rest: Mapping[Key, float]) -> dict[Key, float]:
+        """Added seconds of each task outside regions per unit of load over the mean: the least secant, so that the line stays below."""
+        small = dataclasses.replace(plan, model=self.single, regions=uniform(self.single, {n: c[0] for n, c in self.space.regions.items()}))
+        least: dict[Key, float] = {}
+        for scale in _HEAVIER:
+            loads = mean_loads(small, tokens, scale)
+            # only the busiest rank is heavier: the bytes that an average rank sends stay
+            served = np.full(plan.layout.sparse_group, float(loads.served[0]) / scale)
+            served[0] *= scale
+            graph = self.lower(small, loads=dataclasses.replace(loads, served=served)).graph
+            for key, seconds in rest_durations(graph).items():
+                secant = max(0.0, seconds - rest.get(key, seconds)) / (scale - 1.0)
+                least[key] = min(least.get(key, secant), secant)
+        return {key: slope for key, slope in least.items() if slope > 0}
+
+    def memory_row(self, plan: Plan, lowered: Lowered, fastest: Mapping[str, RegionChoice], memories: Mapping) -> MemoryRow:
+        """What memory() says of two plans that differ in activations only gives the allocator's overhead, which is affine in the peak."""
+        plan = dataclasses.replace(plan, regions=uniform(self.scenario.model, fastest))
+        found = memory(plan, lowered.batch, lowered.loads, self.calibration)
+        half = dataclasses.replace(lowered.batch, samples=lowered.batch.samples / 2)
+        other = memory(plan, dataclasses.replace(half, sequences={n: s.scaled(0.5, 1.0) for n, s in half.sequences.items()}), lowered.loads, self.calibration)
+        slope = 1.0
+        if found.peak.value != other.peak.value:
+            slope = (found.reserved.value - other.reserved.value) / (found.peak.value - other.peak.value)
+        usable = (found.limit - (found.reserved.value - slope * found.peak.value)) / slope
+        categories, layout = found.categories, plan.layout
+        resting = categories["parameters"] + categories["optimizer"] + categories["input"] + categories["buffers"]
+        buffer = 4.0 * float(lowered.loads.served.max(initial=0.0)) if layout.sparse_group > 1 else 0.0
+        full = layout.fully_sharded_2d and layout.sparse_replicas > 1
+        return MemoryRow(resting=resting, buffer=buffer, gradients=categories["gradients"], usable=usable, accumulates=plan.accumulation > 1,
+                         keeps_unsharded=not layout.reshard_after_forward, table_share=1.0 / layout.sparse_replicas if full else 1.0,
+                         tables_in_flight=full)
+
+    # --- tables ---
+
+    def table_rows(self, plan: Plan, tokens: Mapping[str, float], mean_served: float) -> list[TableRow]:
+        group, rows = plan.layout.sparse_group, []
+        for tied in self.tied:
+            table = tied.group
+            choices = self.choices(tied, group)
+            shards = {c: self.shard(table, c, group) for c in choices}
+            elements = group * expected_unique(table.rows, tied.zipf, ids_per_table(table, plan.local_batch, dict(tokens))) * table.dim
+            each = DTYPE_BYTES[table.dtype]
+            spread = {c: {"data_parallel": 1.0, "host_cached": 0.0}.get(c.sharding, 1.0 / group) for c in choices}
+            on_device = {c: 0.0 if c.sharding == "host_cached" else 1.0 for c in choices}
+            state = state_bytes(table, 1.0, table.dim) * table.rows
+            rows.append(TableRow(
+                name=tied.name, count=len(tied.tables),
+                weights={c: table.rows * table.dim * each * spread[c] for c in choices},
+                shard={c: r * w * each * on_device[c] for c, (r, w) in shards.items()},
+                state={c: state * max(spread[c], 1.0 / group) for c in choices},
+                shard_state={c: state_bytes(table, 1.0, w) * r for c, (r, w) in shards.items()},
+                served={c: elements * (r / table.rows) * (w / table.dim) / (group if c.sharding == "data_parallel" else 1.0) / max(mean_served, 1e-300)
+                        for c, (r, w) in shards.items()},
+                effort={c: effort(c, table, group) for c in choices}))
+        return rows
+
+    def choices(self, tied: TiedTables, group: int) -> tuple[TableChoice, ...]:
+        return _choices(self, tied.name, group)
+
+    @staticmethod
+    def shard(table: TableGroup, choice: TableChoice, group: int) -> tuple[float, float]:
+        """(rows, width) of the largest shard."""
+        if choice.sharding in ("row_wise", "table_row_wise"):
+            return float(-(-table.rows // choice.num_shards)), float(table.dim)
+        return float(table.rows), table.dim / (choice.num_shards if choice.sharding == "column_wise" else 1)
+
+    def place(self, plan: Plan, choice: Choice) -> tuple[TablePlacement, ...]:
+        """Every table once: the first tables of a tied set take the first sharding. Raises PlacementError."""
+        group, cluster = plan.layout.sparse_group, self.scenario.cluster
+        factors, _ = self.slowest(plan)
+        tokens = {name: shape.tokens for name, shape in batch_shape(plan, factors).sequences.items()}
+        local = min(group, cluster.devices_per_host)
+        decided: list[tuple[str, TiedTables, TableChoice]] = []
+        for tied in self.tied:
+            names = iter(tied.tables)
+            for c in self.choices(tied, group):
+                decided += [(next(names), tied, c) for _ in range(choice.tables[tied.name].get(c, 0))]
+        base_loads, base_memory = np.zeros((group, 1)), np.zeros(group)
+        loads, bytes_, host, spans, owner = [], [], [], [], []
+        for k, (_, tied, c) in enumerate(decided):
+            table = tied.group
+            elements = group * expected_unique(table.rows, tied.zipf, ids_per_table(table, plan.local_batch, tokens)) * table.dim
+            rows, width = self.shard(table, c, group)
+            size = rows * width * DTYPE_BYTES[table.dtype]
+            state = state_bytes(table, 1.0, width) * rows
+            if c.sharding in ("row_wise", "data_parallel"):
+                held = np.clip(table.rows - rows * np.arange(group), 0, rows) if c.sharding == "row_wise" else np.full(group, rows)
+                base_loads[:, 0] += elements * held / table.rows / (group if c.sharding == "data_parallel" else 1)
+                base_memory += held / rows * (size + state)
+                continue
+            repeat = c.num_shards if c.sharding == "column_wise" else 1
+            offloaded = c.sharding == "host_cached"
+            loads += [elements * rows / table.rows * width / table.dim] * repeat
+            bytes_ += [state + (0.0 if offloaded else size)] * repeat
+            host += [size if offloaded else 0.0] * repeat
+            spans += [c.sharding == "table_row_wise"] * repeat
+            owner += [k] * repeat
+        cap = self.table_cap(plan)
+        found = place(Items.of(np.array(loads), np.array(bytes_), host_memory=np.array(host), spans_host=np.array(spans, dtype=bool)),
+                      Group(num_ranks=group, ranks_per_host=local, groups_per_host=max(1, cluster.devices_per_host // group), memory_cap=cap,
+                            host_cap=cluster.host_memory_bytes or np.inf, base_loads=base_loads, base_memory=base_memory))
+        ranks: list[list[int]] = [[] for _ in decided]
+        for k, rank, whole in zip(owner, found.ranks, spans):
+            ranks[k] += range(rank * local, (rank + 1) * local) if whole else [int(rank)]
+        return tuple(TablePlacement(table=name, sharding=c.sharding, ranks=tuple(r)) for (name, _, c), r in zip(decided, ranks))
+
+    def table_cap(self, plan: Plan) -> float:
+        """Bytes of weights and state that a rank may hold so that the plan fits, from the memory of the plan with tables spread evenly."""
+        factors, _ = self.slowest(plan)
+        batch = batch_shape(plan, factors)
+        loads = mean_loads(plan, {name: s.tokens for name, s in batch.sequences.items()})
+        found = memory(plan, batch, loads, self.calibration)
+        mean = float(loads.weights[0] + loads.state[0])
+        share = plan.layout.sparse_replicas if plan.layout.fully_sharded_2d else 1
+        overhead = found.reserved.value / found.peak.value
+        return max(mean, mean + share * (found.limit - found.reserved.value) / overhead)
+
+
+@functools.lru_cache(maxsize=65536)
+def _choices(pricing: Pricing, name: str, group: int) -> tuple[TableChoice, ...]:
+    tied = next(t for t in pricing.tied if t.name == name)
+    table = tied.group if tied.group.count == 1 else dataclasses.replace(tied.group, name=tied.tables[0], count=1)
+    return table_choices(pricing.scenario, table, group, allow=pricing.space.predict_only, log=pricing.table_log)
+
+
+def tied_tables(scenario: ResolvedScenario) -> tuple[TiedTables, ...]:
+    """Table groups, split where a pin, an exclusion or the workload's skew tells tables apart."""
+    pins, found = scenario.pins, []
+    for table in scenario.model.tables:
+        parts: dict[tuple, list[str]] = {}
+        for name in table.names:
+            key = (pins.option("sharding", name), pins.excluded("sharding", name), skew(table, name, scenario.workload))
+            parts.setdefault(key, []).append(name)
+        for k, (key, names) in enumerate(parts.items()):
+            found.append(TiedTables(name=table.name if len(parts) == 1 else f"{table.name}#{k}", group=table, tables=tuple(names), zipf=key[2]))
+    return tuple(found)
+
+
+def effort(choice: TableChoice, table: TableGroup, group: int) -> float:
+    """Tie-break between shardings of equal time: even spread first where a table has rows for all ranks, then whole tables, then pieces."""
+    if choice.sharding == "row_wise":
+        return 0.0 if table.rows >= 8 * group else 2.0
+    return {"table_wise": 1.0, "column_wise": 1.0 + choice.num_shards / 64, "table_row_wise": 1.5, "data_parallel": 3.0, "host_cached": 4.0}[choice.sharding]
+
+
+def scaled(chain: Cut, factor: float) -> Cut:
+    """A chain of seconds on a nominal device on one that is `factor` slower."""
+    return Cut(constant=chain.constant * factor, slope=chain.slope * factor,
+               coefficients={r: {c: s * factor for c, s in by.items()} for r, by in chain.coefficients.items()})
