@@ -1,0 +1,159 @@
+import dataclasses
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+
+from costmodel import compute
+from costmodel.calibration import Calibration, fit, load, score
+from costmodel.ops import BACKWARD, FORWARD, attention, elementwise, linear
+from costmodel.samples import Environment, Sample
+
+ENVIRONMENT = Environment(device_name="core", device_kind="cpu", source_hashes={"linear": "a1", "attention": "b2"})
+
+
+def truth(one, phase, device):
+    """A plausible machine: 20 us fixed, utilisation that grows with size up to 0.7."""
+    flops = max(one.flops(phase), 1.0)
+    utilisation = 0.7 * flops / (flops + 2e6)
+    return one.count * (2e-5 + max(one.flops(phase) / (1e11 * utilisation), one.bytes(phase) / 6e9))
+
+
+def make_samples(device, count=90, noise=0.02, seed=0):
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        m, k, n = np.exp(rng.uniform(np.log(32), np.log(2048), 3)).round()
+        for one, phase in ((linear(m, k, n), FORWARD), (linear(m, k, n), BACKWARD), (elementwise("mul", m, n), FORWARD)):
+            found.append(Sample(op=one.kind, variant=one.variant, phase=phase, features=dict(one.features), noise=noise,
+                                seconds=truth(one, phase, device) * math.exp(rng.normal(0, noise)), held_out=i % 6 == 5))
+    return found
+
+
+@pytest.fixture(scope="module")
+def device():
+    from costmodel.cluster import Device
+
+    return Device(name="core", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=8e9, memory_bandwidth=1e10)
+
+
+@pytest.fixture(scope="module")
+def calibration(device) -> Calibration:
+    return fit(ENVIRONMENT, make_samples(device), device=device)
+
+
+def test_held_out_points_are_near_and_their_intervals_cover(calibration, device):
+    errors = [(error, calibration.predict(s.as_op(), s.phase)) for s, error in score(calibration, make_samples(device))]
+    assert len(errors) == 45 and all(t.source == "interpolated" for _, t in errors if t.seconds)
+    assert np.median([abs(e) for e, _ in errors]) < 0.05
+    assert np.mean([abs(e) <= t.width for e, t in errors]) >= 0.8
+
+
+def test_a_measured_shape_returns_its_measurement(calibration, device):
+    for sample in make_samples(device)[:20]:
+        if not sample.held_out:
+            time = calibration.predict(sample.as_op(), sample.phase)
+            assert (time.seconds, time.source) == (sample.seconds, "measured")
+
+
+def test_past_the_grid_utilisation_is_held_and_marked(calibration, device):
+    for one in (linear(2**16, 2048, 2048), linear(1, 16, 16)):
+        time = calibration.predict(one, FORWARD)
+        assert time.source == "extrapolated"
+        assert time.width > calibration.predict(linear(300, 300, 300), FORWARD).width
+        assert 0.4 < time.seconds / truth(one, FORWARD, device) < 2.5
+    assert calibration.predict(linear(2**20, 2048, 2048), FORWARD).seconds == pytest.approx(
+        2 * calibration.predict(linear(2**19, 2048, 2048), FORWARD).seconds, rel=1e-3)
+
+
+def test_a_relative_stands_in_and_says_so_and_nothing_at_all_is_roofline(calibration, device):
+    assert calibration.predict(elementwise("add", 500, 64), FORWARD).source == "extrapolated"
+    assert calibration.predict(linear(300, 300, 300), FORWARD, active_ranks=2).source == "extrapolated"
+    unknown = attention("softmax", tokens=100, pairs=1000, longest=20, heads=2, head_dim=16)
+    time = calibration.predict(unknown, FORWARD)
+    assert (time.source, time.seconds) == ("roofline", compute.roofline_seconds(unknown, FORWARD, device))
+
+
+def test_curves_carry_over_to_a_device_with_other_peaks(calibration, device):
+    twice = dataclasses.replace(device, name="other", peak_flops={"fp32": 2e11}, memory_bandwidth=2e10)
+    here, there = (calibration.predict(linear(2000, 1500, 1500), FORWARD, device=d) for d in (device, twice))
+    assert there.source == "extrapolated" and here.seconds / there.seconds == pytest.approx(2, rel=0.1)
+
+
+def test_repetitions_and_stale_sources(calibration):
+    once, thrice = calibration.predict(linear(300, 300, 300), FORWARD), calibration.predict(linear(300, 300, 300).times(3), FORWARD)
+    assert thrice.seconds == pytest.approx(3 * once.seconds)
+    assert calibration.stale({"linear": "a1", "attention": "b2"}) == []
+    assert calibration.stale({"linear": "changed"}) == ["attention", "linear"]
+    stale = calibration.with_stale(["linear"]).predict(linear(300, 300, 300), FORWARD)
+    assert (stale.seconds, stale.width) == (once.seconds, pytest.approx(2 * once.width))
+
+
+def test_blocks_correct_the_sum_of_their_ops(device):
+    samples, kept = make_samples(device), fit(ENVIRONMENT, make_samples(device), device=device)
+    for i, m in enumerate((64, 128, 256, 512, 1024, 2000)):
+        features = {"samples": float(m), "concat": 0.0, "width0": 200.0, "width1": 100.0 + 60 * i}
+        ops = (linear(m, 200, 100 + 60 * i),)
+        total = sum(kept.predict(one, FORWARD).seconds for one in ops)
+        # one Linear and one ReLU, whose curve is borrowed from nothing here: give it one
+        samples.append(Sample(op="activation", variant="relu", phase=FORWARD, features={"m": float(m), "n": 100.0 + 60 * i}, seconds=1e-5))
+        samples.append(Sample(op="block:mlp", phase=FORWARD, features=features, seconds=1.2 * (total + 1e-5) + 2 * 3e-5))
+    found = fit(ENVIRONMENT, samples, device=device).composition("mlp", FORWARD, 1)
+    assert found is not None
+    assert found.scale == pytest.approx(1.2, rel=0.1) and found.glue == pytest.approx(3e-5, rel=0.3) and found.width < 0.1
+
+
+def test_save_and_load_are_exact_and_fast(calibration, tmp_path):
+    path = tmp_path / "c.json"
+    calibration.save(path)
+    begin = time.process_time()
+    again = load(path, device="core")
+    assert time.process_time() - begin < 0.05
+    assert again.fingerprint == calibration.fingerprint
+    assert again.predict(linear(300, 200, 100), FORWARD) == calibration.predict(linear(300, 200, 100), FORWARD)
+    first = path.read_bytes()
+    again.save(path)
+    assert path.read_bytes() == first
+
+
+def _break(body, what):
+    curve = body["curves"][0]
+    if what == "column":
+        curve["features"] = curve["features"][:-1]
+    elif what == "kernel":
+        curve["op"] = "lineer"
+    elif what == "nan":
+        curve["points"][0][0] = None
+    elif what == "infinite":
+        curve["points"][0][-2] = float("inf")
+    elif what == "row":
+        curve["points"][0] = curve["points"][0][:-1]
+    elif what == "newer":
+        body["schema_version"] = 99
+    elif what == "missing":
+        del body["environment"]["device_name"]
+    return body
+
+
+@pytest.mark.parametrize(("what", "message"), [
+    ("column", r"curves\[0\]\.features: elementwise needs .* missing: n"), ("kernel", r"curves\[0\]\.op: unknown kind 'lineer' \(did you mean 'linear'\?\)"),
+    ("nan", r"curves\[0\]\.points"), ("infinite", r"curves\[0\]\.points: holds NaN or infinity"), ("row", r"curves\[0\]\.points"),
+    ("newer", "schema_version: 99"), ("missing", "environment.device_name: missing"),
+])
+def test_a_bad_file_is_refused_naming_the_field(calibration, tmp_path, what, message):
+    path = tmp_path / "c.json"
+    calibration.save(path)
+    path.write_text(json.dumps(_break(json.loads(path.read_text()), what)))
+    with pytest.raises(ValueError, match=message) as error:
+        load(path)
+    assert str(path) in str(error.value)
+
+
+def test_another_devices_calibration_is_refused(calibration, tmp_path):
+    calibration.save(tmp_path / "c.json")
+    with pytest.raises(ValueError, match="environment.device_name: measured on 'core', not on 'H200'"):
+        load(tmp_path / "c.json", device="H200")
+    with pytest.raises(ValueError, match="no op samples"):
+        fit(ENVIRONMENT, [])
