@@ -70,9 +70,10 @@ def build_meshes(layout: Layout, device: torch.device) -> Meshes:
 
 
 def start(device: torch.device) -> None:
-    """Join the job that torchrun describes: gloo on CPU, NCCL on CUDA."""
+    """Join the job that torchrun describes, or make a job of one process without torchrun: gloo on CPU, NCCL on CUDA."""
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT,
-                            device_id=device if device.type == "cuda" else None)
+                            device_id=device if device.type == "cuda" else None, **alone)
 
 
 def leave(*owners: list) -> None:

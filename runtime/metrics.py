@@ -11,19 +11,28 @@ PROGRESS_INTERVAL = 0.25  # seconds between progress lines; a fast run would oth
 
 
 class Metrics:
-    """`step` writes a metrics line and, now and then, a progress line. On other ranks than 0 (`out` None) nothing is written."""
+    """`step` writes a metrics line and, now and then, a progress line. On other ranks than 0 (`out` None) nothing is written.
+
+    The file is opened at the first step, so that a run that never starts leaves an earlier one's file alone; `close` it, or use a `with` block.
+    """
 
     def __init__(self, out: Path | None, *, resume: bool, progress: bool) -> None:
         self._file: TextIO | None = None
-        self._progress, self._last = progress, 0.0
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            self._file = open(out / "metrics.jsonl", "a" if resume else "w", buffering=1)
+        self._out, self._resume, self._progress, self._last = out, resume, progress, 0.0
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
     def step(self, step: int, of: int, loss: float, phases: dict[str, float]) -> None:
         """Step `step` (from 0) of `of` is done; `loss` over the global batch, `phases` [s] of this rank."""
         seconds = sum(phases.values())
-        if self._file is not None:
+        if self._out is not None:
+            if self._file is None:
+                self._out.mkdir(parents=True, exist_ok=True)
+                self._file = (self._out / "metrics.jsonl").open("a" if self._resume else "w", buffering=1)
             line = {"step": step, "loss": loss, "step_time_s": seconds, "phases_s": {k: round(v, 7) for k, v in phases.items()}}
             self._file.write(json.dumps(line) + "\n")
         now = time.monotonic()
@@ -40,4 +49,4 @@ class Metrics:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
+        self._file, self._resume = None, True

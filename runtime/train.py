@@ -70,7 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(threads)
     mesh.start(device)
     owners: list[Any] = []
-    code, message = _attempt(plan, source, options, device=device, stop=stop, rank=rank, owners=owners)
+    found = checkpoint.latest(options.out / "checkpoint") if options.resume else None
+    with Metrics(options.out if rank == 0 else None, resume=found is not None, progress=rank == 0) as metrics:
+        code, message = _attempt(plan, source, options, device=device, stop=stop, metrics=metrics, found=found, owners=owners)
     if message and code == FAILED:
         _report_failure(options.out, plan, rank, message)
     elif message:
@@ -79,12 +81,17 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def _attempt(plan: Plan, source: Source, options: argparse.Namespace, *, device: torch.device, stop: StopSignal, rank: int,
-             owners: list[Any]) -> tuple[int, str]:
+def _attempt(plan: Plan, source: Source, options: argparse.Namespace, *, device: torch.device, stop: StopSignal, metrics: Metrics,
+             found: Path | None, owners: list[Any]) -> tuple[int, str]:
     """(exit code, message): faults that every rank meets alike. Others end this process, since no barrier can be reached any more."""
+    rank = dist.get_rank()
     try:
-        trainer = _set_up(plan, source, options, device=device, stop=stop, rank=rank)
+        trainer = Trainer(plan, source, device=device, metrics=metrics, stop=stop)
         owners.append(trainer)
+        metrics.event("source", origin=source.origin)
+        if found is not None:
+            trainer.resume(found)
+            metrics.event("resume", step=trainer.step, checkpoint=str(found))
     except ValueError as error:
         return USAGE, str(error)
     except (RuntimeError, OSError) as error:
@@ -132,17 +139,6 @@ def pick_device(plan: Plan) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _set_up(plan: Plan, source: Source, options: argparse.Namespace, *, device: torch.device, stop: StopSignal, rank: int) -> Trainer:
-    found = checkpoint.latest(options.out / "checkpoint") if options.resume else None
-    metrics = Metrics(options.out if rank == 0 else None, resume=found is not None, progress=rank == 0)
-    trainer = Trainer(plan, source, device=device, metrics=metrics, stop=stop)
-    metrics.event("source", origin=source.origin)
-    if found is not None:
-        trainer.resume(found)
-        metrics.event("resume", step=trainer.step, checkpoint=str(found))
-    return trainer
-
-
 def _run(trainer: Trainer, options: argparse.Namespace) -> int:
     lap, wall, first, plan = wall_clock(), {}, trainer.step, trainer.plan
     trainer.train(options.steps)
@@ -161,7 +157,6 @@ def _run(trainer: Trainer, options: argparse.Namespace) -> int:
                   steps=trainer.step, warmup_steps=warmup, first_step=first, measured=measured, quality=quality,
                   losses=tuple(trainer.losses[first:]), wall_seconds=wall).save(options.out / "result.json")
         trainer.metrics.event("done", status=status, steps=trainer.step, ne=ne, wall_s=wall)
-    trainer.metrics.close()
     return INTERRUPTED if trainer.interrupted else OK
 
 

@@ -1,0 +1,196 @@
+"""What every rank of one torchrun launch does for the tests: all checks that need this world size, one after the other.
+
+    python -m torch.distributed.run --standalone --nproc-per-node N tests/runtime/ranks.py OUT
+
+Rank r writes OUT/rank-r.json: {name of check: figures}. The assertions are in test_distributed.py.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+
+import runtime_models as models
+import torch
+
+from costmodel.plan import Layout, Plan
+from runtime import checkpoint, mesh
+from runtime.data import open_source
+from runtime.embedding import ShardedEmbeddings
+from runtime.trainer import Trainer
+
+CPU = torch.device("cpu")
+LONG = ("fsdp", "ddp")  # layouts that run all 20 steps
+LENGTHS = [4, 0, 7, 1, 3, 2, 9, 5]
+TABLES = models.TABLES
+EXACT = tuple(t for t in TABLES if t.optimizer != "rowwise_adagrad")
+
+
+def layouts(world: int) -> dict[str, Plan]:
+    """Plans whose loss curves must equal that of one rank."""
+    full = Layout(fsdp=world, sparse_group=world)
+    found = {
+        "fsdp": models.plan(full),
+        "keep_unsharded": models.plan(Layout(fsdp=world, sparse_group=world, reshard_after_forward=False), sharding="row_wise"),
+        "ddp": models.plan(Layout(ddp=world, sparse_group=world), sharding="table_wise"),
+        "accumulate": models.plan(full, accumulation=2),
+        "selective": models.plan(full, checkpoint="selective"),
+        "full": models.plan(full, checkpoint="full"),
+    }
+    if world == 4:
+        found["hybrid"] = models.plan(Layout(ddp=2, fsdp=2, sparse_group=4))
+    return found
+
+
+def train(plan: Plan, steps: int = 20) -> Trainer:
+    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
+    trainer.train(steps)
+    return trainer
+
+
+def check_curves(world: int, out: Path) -> dict:
+    found = {}
+    for name, plan in layouts(world).items():
+        trainer = train(plan, 20 if name in LONG else 8)
+        measured, warmup = trainer.measured()
+        found[name] = {"losses": trainer.losses, "phases": trainer.phases, "warmup": warmup, "step": measured.step_time_s.mean,
+                       "phases_mean": measured.phases_s, "ne": trainer.evaluate(),
+                       "parameters": measured.memory_bytes.parameters, "tables": measured.memory_bytes.tables,
+                       "saved_activations": measured.memory_bytes.saved_activations}
+    return found
+
+
+def check_bf16(world: int, out: Path) -> dict:
+    trainer = train(models.plan(Layout(fsdp=world, sparse_group=world), precision="bf16"))
+    return {"losses": trainer.losses, "dtypes": sorted({str(p.dtype) for p in trainer.model.dense.parameters()})}
+
+
+def _leaf_loss(embeddings: ShardedEmbeddings, batch, samples: int) -> None:
+    outs = embeddings.forward(batch)
+    total = sum(((o * torch.linspace(0.5, 1.5, o.shape[-1])).tanh() + o.square()).sum() for o in outs.values())
+    (total / samples).backward()
+    embeddings.backward()
+
+
+def _part(first: int, last: int, step: int, tables):
+    """Samples [first, last) of a step's batch of len(LENGTHS): ids do not depend on who asks."""
+    whole = models.batch(models.model(tables=tables), LENGTHS, seed=step)
+    ids, offsets = {}, {}
+    edges = whole.sequence_offsets["history"]
+    for t in tables:
+        rows = whole.ids[t.name]
+        if t.sequence:
+            ids[t.name] = rows.view(t.count, -1)[:, edges[first]:edges[last]].flatten()
+        else:
+            bags = whole.offsets[t.name]
+            own = [rows[bags[c * len(LENGTHS) + first]:bags[c * len(LENGTHS) + last]] for c in range(t.count)]
+            sizes = bags.diff().view(t.count, -1)[:, first:last].flatten()
+            ids[t.name], offsets[t.name] = torch.cat(own), torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+
+    return dataclasses.replace(whole, ids=ids, offsets=offsets, sequence_offsets={"history": edges[first:last + 1] - edges[first]},
+                               labels=whole.labels[first:last], dense=None, num_samples=last - first)
+
+
+def _build(layout: Layout, tables, sharding: str, **options) -> ShardedEmbeddings:
+    return ShardedEmbeddings(tables, models.placements(tables, layout.sparse_group, sharding=sharding), mesh.build_meshes(layout, CPU), seed=5,
+                             learning_rate=0.1, **options)
+
+
+def _alone() -> mesh.Meshes:
+    return mesh.Meshes(layout=Layout(), rank=0, device=CPU, dense=None, sparse_group=None, sparse_replicas=None)
+
+
+def _unsharded(tables) -> ShardedEmbeddings:
+    return ShardedEmbeddings(tables, models.placements(tables, 1), _alone(), seed=5, learning_rate=0.1)
+
+
+def _difference(sharded: ShardedEmbeddings, whole: ShardedEmbeddings) -> float:
+    """Largest relative difference of weights and state, row for row."""
+    worst, by_name = 0.0, {s.table.name: s for s in whole.storages}
+    for stored in sharded.storages:
+        other = by_name[stored.table.name]
+        for shard in stored.shards:
+            mine, theirs = slice(shard.base, shard.base + shard.num_rows), slice(shard.key_begin, shard.key_end)
+            columns = slice(shard.col_begin, shard.col_end)
+            pairs = [(stored.weight[mine], other.weight[theirs, columns])]
+            pairs += [(a[mine], b[theirs] if b.dim() == 1 else b[theirs, columns])
+                      for a, b in zip(stored.state_tensors(), other.state_tensors())]
+            worst = max([worst, *(float(((a - b).abs() / (b.abs() + 1e-3)).max()) for a, b in pairs if a.numel())])
+    return worst
+
+
+def check_tables(world: int, out: Path) -> dict:
+    """20 steps of sharded tables against an unsharded copy that sees the whole batch."""
+    found = {}
+    share, rank = len(LENGTHS) // world, int(os.environ["RANK"])
+    cases = {"table_wise": TABLES, "row_wise": TABLES, "mixed": TABLES, "table_row_wise": TABLES, "column_wise": EXACT}
+    for sharding, tables in cases.items():
+        sharded, whole = _build(Layout(fsdp=world, sparse_group=world), tables, sharding), _unsharded(tables)
+        for step in range(20):
+            _leaf_loss(whole, _part(0, len(LENGTHS), step, tables), len(LENGTHS))
+            _leaf_loss(sharded, _part(rank * share, (rank + 1) * share, step, tables), share)
+        found[sharding] = {"difference": _difference(sharded, whole), "moved": _difference(sharded, _unsharded(tables))}
+    return found
+
+
+def check_replicas(world: int, out: Path) -> dict:
+    """Plain 2D against one process that plays every replica and averages every second step."""
+    replicas = world // 2 if world > 2 else world
+    group, rank = world // replicas, int(os.environ["RANK"])
+    layout = Layout(fsdp=world, sparse_group=group, sparse_replicas=replicas)
+    own = _build(layout, TABLES, "row_wise", sync_every=2)
+    emulated = [_unsharded(TABLES) for _ in range(replicas)]
+    share = len(LENGTHS) // world
+    for step in range(6):
+        _leaf_loss(own, _part(rank * share, (rank + 1) * share, step, TABLES), share)
+        for i, replica in enumerate(emulated):
+            _leaf_loss(replica, _part(i * group * share, (i + 1) * group * share, step, TABLES), group * share)
+        if step % 2:
+            for stored in zip(*(e.storages for e in emulated)):
+                for tensors in zip(*((s.weight, *s.state_tensors()) for s in stored)):
+                    mean = sum(tensors[1:], tensors[0]) / replicas
+                    for t in tensors:
+                        t.copy_(mean)
+    return {"difference": _difference(own, emulated[rank // group])}
+
+
+def check_resume(world: int, out: Path) -> dict:
+    """6 steps in one go; the same in two halves with a checkpoint between them, on this plan and on another."""
+    plan = models.plan(Layout(fsdp=world, sparse_group=world))
+    whole = train(plan, 6)
+    first = train(plan, 3)
+    first.save(out / "checkpoint")
+    found = {"whole": whole.losses}
+    other = models.plan(Layout(ddp=world, sparse_group=world), sharding="table_wise", accumulation=2)
+    for name, second_plan in (("same", plan), ("other", other)):
+        second = Trainer(second_plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
+        second.resume(checkpoint.latest(out / "checkpoint"))
+        second.train(6)
+        found[name] = second.losses
+    return found
+
+
+def main() -> None:
+    out, world, rank = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    mesh.start(CPU)
+    found = {}
+    for check in (check_curves, check_bf16, check_tables, check_replicas, check_resume):
+        try:
+            found[check.__name__] = check(world, out)
+        except Exception:
+            found[check.__name__] = {"error": traceback.format_exc()}
+            break  # the other ranks may be anywhere
+    (out / f"rank-{rank}.json").write_text(json.dumps(found))
+    if any("error" in f for f in found.values()):
+        os._exit(1)
+    mesh.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Several ranks give what one gives. The checks run in tests/runtime/ranks.py, one launch per world size."""
+from __future__ import annotations
+
+import pytest
+import ranks
+import runtime_models as models
+import torch
+
+from costmodel.plan import Layout
+from costmodel.regions import num_dense_parameters
+from runtime.data import open_source
+from runtime.trainer import Trainer
+
+LAYOUTS = ("fsdp", "keep_unsharded", "ddp", "accumulate", "selective", "full")
+
+
+@pytest.fixture(scope="module")
+def single() -> Trainer:
+    """20 steps of the same plan on one rank, in this process."""
+    plan = models.plan(Layout())
+    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=torch.device("cpu"))
+    trainer.train(20)
+    return trainer
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks_train_as_one(checks_on_2, single, name):
+    for rank in checks_on_2:
+        found = rank["check_curves"][name]["losses"]
+        assert len(found) == (20 if name in ranks.LONG else 8)
+        assert found == pytest.approx(single.losses[:len(found)], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*LAYOUTS, "hybrid"])
+def test_four_ranks_train_as_one(checks_on_4, single, name):
+    for rank in checks_on_4:
+        found = rank["check_curves"][name]["losses"]
+        assert found == pytest.approx(single.losses[:len(found)], rel=1e-5)
+
+
+def test_evaluation_does_not_depend_on_the_ranks(checks_on_2, single):
+    expected = single.evaluate()
+    for rank in checks_on_2:
+        assert rank["check_curves"]["fsdp"]["ne"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_phases_sum_to_the_step(checks_on_2):
+    found = checks_on_2[0]["check_curves"]["fsdp"]
+    assert sum(found["phases_mean"].values()) == pytest.approx(found["step"], rel=1e-6)
+    assert all(seconds >= 0 for step in found["phases"] for seconds in step.values())
+    for phase in ("input", "sparse", "forward", "backward", "exposed_communication", "optimizer"):
+        assert found["phases_mean"][phase] > 0, phase
+
+
+def test_memory_follows_the_layout(checks_on_2):
+    curves, spec = checks_on_2[0]["check_curves"], models.model()
+    whole = 4 * num_dense_parameters(spec)
+    assert curves["ddp"]["parameters"] == whole
+    assert whole / 2 <= curves["fsdp"]["parameters"] <= 0.52 * whole  # odd first dimensions are padded up
+    tables = 4 * sum(t.rows * t.dim * t.count for t in spec.tables)
+    assert tables / 2 <= curves["keep_unsharded"]["tables"] <= 0.52 * tables
+    saved = {name: curves[name]["saved_activations"] for name in ("fsdp", "selective", "full")}
+    assert saved["full"] < saved["selective"] < saved["fsdp"]
+
+
+def test_bf16_keeps_fp32_masters_and_the_curve(checks_on_2, single):
+    found = checks_on_2[0]["check_bf16"]
+    assert found["dtypes"] == ["torch.float32"]
+    assert found["losses"] == pytest.approx(single.losses, rel=2e-2)
+    assert found["losses"] != pytest.approx(single.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "mixed", "table_row_wise", "column_wise"])
+def test_sharded_tables_equal_unsharded_row_for_row(checks_on_2, sharding):
+    for rank in checks_on_2:
+        found = rank["check_tables"][sharding]
+        assert found["difference"] < 1e-5 < found["moved"]
+
+
+def test_plain_2d_equals_its_emulation(checks_on_2):
+    for rank in checks_on_2:
+        assert rank["check_replicas"]["difference"] < 1e-5
+
+
+@pytest.mark.slow
+def test_plain_2d_equals_its_emulation_on_four(checks_on_4):
+    for rank in checks_on_4:
+        assert rank["check_replicas"]["difference"] < 1e-5
+        assert all(found["difference"] < 1e-5 for found in rank["check_tables"].values())
+
+
+def test_resume_is_bitwise(checks_on_2):
+    for rank in checks_on_2:
+        found = rank["check_resume"]
+        assert len(found["whole"]) == 6
+        assert found["same"] == found["whole"]
+
+
+def test_resume_on_another_plan_keeps_the_curve(checks_on_2):
+    for rank in checks_on_2:
+        found = rank["check_resume"]
+        assert found["other"] == pytest.approx(found["whole"], rel=1e-5)
+
+
+def test_the_checks_cover_every_layout():
+    assert set(ranks.layouts(2)) == set(LAYOUTS)
