@@ -1,0 +1,207 @@
+"""Entry point, alone or under torchrun: times what the plans' steps are made of and writes samples.jsonl.
+
+    python -m torch.distributed.run --standalone --nproc-per-node N -m runtime.microbench --out samples.jsonl --models PLAN [PLAN ...]
+
+Rank 0 prints JSON progress lines on stdout. Exit codes: 0, 2 for a plan that cannot be read.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from costmodel import launch, ops
+from costmodel.ops import KINDS
+from costmodel.plan import Layout, Plan, TablePlacement
+from costmodel.regions import default_region_plans
+from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample, write_samples
+from runtime import mesh
+from runtime.data import open_source
+from runtime.hashes import source_hashes
+from runtime.microbench import blocks, cases, collectives, inputs
+from runtime.microbench.requests import requests
+from runtime.microbench.timing import Timing, measure, summarize
+from runtime.trainer import Trainer
+
+# Seconds of processor time a launch may measure, seconds a point, spread points against those of quick.
+PRESETS = {"quick": (34.0, 0.012, 1.0), "full": (220.0, 0.05, 3.0)}
+# Copies of the data so that a run does not find what the run before left in the cache [bytes to exceed: L2, or a core's share of L3].
+ROTATE_BYTES = {"cpu": 16e6, "cuda": 120e6}
+MAX_COPIES = 8
+OVERHEAD_STEPS = 12
+
+
+@dataclasses.dataclass(slots=True)
+class Session:
+    """One launch: the ranks time together until rank 0's budget is spent; rank 0 keeps the samples, means over ranks."""
+
+    device: torch.device
+    meshes: mesh.Meshes
+    budget: float
+    seconds: float
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    skipped: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.meshes.world_size
+
+    def go_on(self) -> bool:
+        """Whether rank 0 has processor time left of the budget; also brings the ranks together.
+
+        Processor time, not wall time: on a machine that others use too a calibration takes longer, but covers as much.
+        """
+        left = torch.tensor([float(time.process_time() < self.budget)], device=self.device)
+        if self.ranks > 1:
+            dist.broadcast(left, src=0)
+        return bool(left)
+
+    def keep(self, kind: str, phase: str, features: dict[str, float], timing: Timing, *, variant: str = "", dtype: str = "fp32",
+             held_out: bool = False) -> None:
+        """Records the mean over ranks."""
+        values = torch.tensor([timing.seconds, timing.noise, timing.host_seconds or 0.0], dtype=torch.float64, device=self.device)
+        if self.ranks > 1:
+            dist.all_reduce(values)
+            values /= self.ranks
+        seconds, noise, host = values.tolist()
+        self.samples.append(Sample(op=kind, variant=variant, phase=phase, features=features, dtype=dtype, seconds=seconds, noise=noise,
+                                   host_seconds=host if timing.host_seconds is not None else None, repeats=timing.repeats,
+                                   active_ranks=self.ranks, held_out=held_out))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="runtime.microbench", description="Time the operations of a training step.")
+    parser.add_argument("--out", type=Path, required=True, help="samples.jsonl to write")
+    parser.add_argument("--models", type=Path, nargs="+", required=True, metavar="PLAN", help="plan files whose steps are timed")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="quick")
+    parser.add_argument("--budget", type=float, help="seconds of processor time for measurements (default: the preset's)")
+    options = parser.parse_args(arguments)
+    try:
+        plans = [Plan.load(path) for path in options.models]
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        mesh.start(device)
+    budget, seconds, points = PRESETS[options.preset]
+    layout = Layout(fsdp=world_size, sparse_group=world_size)
+    session = Session(device, mesh.build_meshes(layout, device), time.process_time() + (options.budget or budget), seconds)
+    _time_everything(session, plans, points=points, full=options.preset == "full")
+    if session.meshes.rank == 0:
+        write_samples(options.out, environment(device), session.samples)
+        _report({"event": "done", "samples": len(session.samples), "skipped": session.skipped})
+    if world_size > 1:
+        mesh.leave()
+    return 0
+
+
+def _time_everything(session: Session, plans: list[Plan], *, points: float, full: bool) -> None:
+    """What cannot be interpolated first: collectives, units, blocks, input, overhead; then ops until the budget is spent."""
+    if session.ranks > 1:
+        sizes = collectives.FULL_SIZES if full else collectives.QUICK_SIZES
+        for kind, features, timing in collectives.collective_timings(session.meshes, sizes=sizes, seconds=session.seconds * 3):
+            session.keep(kind, ops.STEP, features, timing)
+        for kind, features, timing in collectives.unit_timings(session.meshes, repeats=30 if full else 12):
+            session.keep(kind, ops.STEP, features, timing)
+        _report_stage(session, "collectives")
+    for plan in plans:
+        source = open_source(plan.model, plan.workload, seed=plan.seed)
+        for features, timing in inputs.input_timings(plan, device=session.device, seconds=session.seconds * 4, source=source):
+            session.keep("input", ops.STEP, features, timing)
+        session.keep(CONSTANT_PREFIX + "step_overhead", ops.STEP, {}, step_overhead(plan, source, session))
+    _report_stage(session, "input and overhead")
+    block_requests = blocks.block_requests(plans)
+    for i, request in enumerate(block_requests):
+        if not session.go_on():
+            session.skipped += len(block_requests) - i
+            break
+        for phase in (ops.FORWARD, ops.BACKWARD):
+            timing = measure(blocks.block_runs(request, phase, session.device, _copies(dict(request.features).get("tokens", 0) * 4e3, session)),
+                             device=session.device, seconds=session.seconds * 2)
+            session.keep(BLOCK_PREFIX + request.kind, phase, dict(request.features), timing, dtype=request.dtype)
+    _report_stage(session, "blocks")
+    _time_ops(session, plans, points=points)
+
+
+def _time_ops(session: Session, plans: list[Plan], *, points: float) -> None:
+    wanted = [r for r in requests(plans, points=points, gpu=session.device.type == "cuda") if cases.executable(r)]
+    if session.ranks > 1:  # sharded parameters are timed as such, with their units
+        wanted = [r for r in wanted if r.op.kind != "adamw"]
+    for i, request in enumerate(wanted):
+        if not session.go_on():
+            session.skipped += len(wanted) - i
+            break
+        for phase in KINDS[request.op.kind].phases:
+            runs = cases.cases(request, phase, session.device, _copies(cases.footprint(request), session))
+            timing = measure(runs, device=session.device, seconds=session.seconds)
+            session.keep(request.op.kind, phase, dict(request.op.features), timing, variant=request.op.variant, dtype=request.op.dtype,
+                         held_out=request.held_out)
+        if i % 20 == 0:
+            _report_stage(session, "ops", done=i, of=len(wanted))
+
+
+def step_overhead(plan: Plan, source, session: Session) -> Timing:
+    """Time of a step outside everything that is modelled: the `other` phase of a few steps of the plan itself on this number of ranks."""
+    plan = executable_here(plan, session.ranks)
+    trainer = Trainer(plan, source, device=session.device)
+    trainer.train(OVERHEAD_STEPS)
+    trainer.phases += trainer.timer.finished(wait=True)
+    return summarize([p["other"] for p in trainer.phases[3:]])
+
+
+def executable_here(plan: Plan, ranks: int) -> Plan:
+    """The plan's model and batch on this launch's ranks: fp32 or bf16 as planned, tables in turn, nothing recomputed."""
+    names = [n for t in plan.model.tables for n in t.names]
+    local = max(1, min(plan.local_batch, 64))
+    workload = dataclasses.replace(plan.workload, local_batch=local, global_batch=None, num_steps=OVERHEAD_STEPS)
+    return dataclasses.replace(
+        plan, layout=Layout(fsdp=ranks, sparse_group=ranks), local_batch=local, accumulation=1, batching="jagged", execution="eager",
+        workload=workload, regions=default_region_plans(plan.model), predict_only=(), fingerprints={},
+        tables=tuple(TablePlacement(table=n, sharding="table_wise", ranks=(i % ranks,)) for i, n in enumerate(names)))
+
+
+def environment(device: torch.device) -> Environment:
+    """Where these samples are taken."""
+    allocator = {name: os.environ[name] for name in launch.allocator() if name in os.environ}
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = ""
+    return Environment(
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        device_kind=device.type, threads=torch.get_num_threads(), allocator=allocator, torch=torch.__version__, triton=triton_version,
+        python=platform.python_version(), date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        commit=os.environ.get("PLANNER_COMMIT", ""), source_hashes=source_hashes())
+
+
+def _copies(num_bytes: float, session: Session) -> int:
+    return int(max(1, min(MAX_COPIES, ROTATE_BYTES[session.device.type] // max(num_bytes, 1.0))))
+
+
+def _report(event: dict) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _report_stage(session: Session, what: str, **more: int) -> None:
+    if session.meshes.rank == 0:
+        _report({"event": "calibrate", "what": what, "samples": len(session.samples), "ranks": session.ranks, **more})
+
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""How one call is timed.
+
+CPU     wall time of each call after a warm-up; the median over calls, which are repeated until `seconds` have passed.
+CUDA    the stream is held back while the host enqueues a run of calls, so that events around the run see the device alone; the host's time
+        to enqueue a call is kept apart. Calls rotate over several sets of inputs, together larger than the L2 cache.
+
+A case is prepared outside the timed part (`prepare() -> state`, e.g. the forward of a backward) and then run (`run(state)`).
+"""
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MIN_REPEATS, MAX_REPEATS = 5, 200
+# A call slower than this is repeated less: its noise is averaged within.
+SLOW_CALL = 0.04
+SLOW_REPEATS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """seconds: median of one call; noise: median absolute deviation / median; host_seconds: to enqueue a call (CUDA only)."""
+
+    seconds: float
+    noise: float
+    repeats: int
+    host_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One thing to time. `prepare` is called before every run, outside the timed part; its result goes to `run`."""
+
+    run: Callable[[Any], Any]
+    prepare: Callable[[], Any] = lambda: None
+
+
+def measure(runs: list[Run], *, device: torch.device, seconds: float) -> Timing:
+    """Times `runs` in rotation for about `seconds` in all."""
+    return _measure_cuda(runs, seconds) if device.type == "cuda" else _measure_cpu(runs, seconds)
+
+
+def summarize(times: list[float], host: list[float] | None = None) -> Timing:
+    """Median and spread of single calls."""
+    median = statistics.median(times)
+    spread = statistics.median(abs(t - median) for t in times)
+    return Timing(seconds=max(median, 1e-9), noise=spread / max(median, 1e-9), repeats=len(times),
+                  host_seconds=statistics.median(host) if host else None)
+
+
+def _measure_cpu(runs: list[Run], seconds: float) -> Timing:
+    for one in runs[:2]:
+        one.run(one.prepare())
+    times: list[float] = []
+    end = time.process_time() + seconds
+    while len(times) < MAX_REPEATS:
+        one = runs[len(times) % len(runs)]
+        state = one.prepare()
+        start = time.perf_counter()
+        result = one.run(state)
+        stop = time.perf_counter()
+        del result, state  # freed outside the timed part, as a step frees its tensors later
+        times.append(stop - start)
+        enough = SLOW_REPEATS if times[-1] > SLOW_CALL else MIN_REPEATS
+        if time.process_time() > end and len(times) >= enough:
+            break
+    return summarize(times)
+
+
+# Cycles that hold the stream back per call to be enqueued: about 30 us at 1.8 GHz, twice an eager launch.
+_HOLD_CYCLES = 60_000
+_CALLS_PER_RUN = 8
+
+
+def _measure_cuda(runs: list[Run], seconds: float) -> Timing:
+    for one in runs:
+        one.run(one.prepare())
+    torch.cuda.synchronize()
+    device_times: list[float] = []
+    host_times: list[float] = []
+    end = time.perf_counter() + seconds
+    calls = _CALLS_PER_RUN
+    while len(device_times) < MAX_REPEATS and (time.perf_counter() < end or len(device_times) < MIN_REPEATS):
+        device_seconds, host_seconds = _one_cuda_run(runs, calls, held=_HOLD_CYCLES * calls * 2)
+        if host_seconds * calls > 0.9 * (device_seconds * calls + _HOLD_CYCLES * calls * 2 / 1.9e9) and calls > 1:
+            calls //= 2  # the host cannot stay ahead of this case for so long
+            continue
+        device_times.append(device_seconds)
+        host_times.append(host_seconds)
+    return summarize(device_times, host_times)
+
+
+def _one_cuda_run(runs: list[Run], calls: int, *, held: int) -> tuple[float, float]:
+    """(device seconds, host seconds) a call, over `calls` calls enqueued behind a wait of `held` cycles."""
+    states = [(one, one.prepare()) for one in (runs[i % len(runs)] for i in range(calls))]
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(held)
+    begin.record()
+    start = time.perf_counter()
+    for one, state in states:
+        one.run(state)
+    host = time.perf_counter() - start
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e-3 / calls, host / calls
