@@ -12,9 +12,9 @@ update. More ranks, per micro-batch and in this order (s = a phase's work, each 
                all-to-all of row gradients (payload dtype), wait
                s: on the last micro-batch of a step: one fused update per storage over all micro-batches
 
-Gradients are those of the mean loss over the sparse group's samples. With several replicas of the group (plain 2D) every replica updates its own copy from
-its own samples; every `sync_every` steps weights and optimizer state are averaged over the replicas, which for SGD at `sync_every = 1` is the
-update with the global mean gradient. Adagrad then averages an accumulator of per-group squares; nothing is rescaled.
+Gradients are those of the mean loss over the sparse group's samples. With several replicas of the group (plain 2D) every replica updates its
+own copy from its own samples; every `sync_every` steps weights and optimizer state are averaged over the replicas, which for SGD at
+`sync_every = 1` is the update with the global mean gradient. Adagrad then averages an accumulator of per-group squares; nothing is rescaled.
 
 Column-wise shards keep a row-wise Adagrad state each, over their own columns, as torchrec does; table-wise and row-wise equal an unsharded table.
 
@@ -190,7 +190,8 @@ class ShardedEmbeddings:
             self._pending[stored.spec.index] = []
             if pending:
                 grad, rows, offsets = _join(pending)
-                stored.update(grad, rows, offsets, lr=self.learning_rate, mode="mean" if stored.table.pooling == "mean" and offsets is not None else "sum")
+                mode = "mean" if offsets is not None and stored.table.pooling == "mean" else "sum"
+                stored.update(grad, rows, offsets, lr=self.learning_rate, mode=mode)
         self.num_steps += 1
         if self.meshes.sparse_replicas is not None and self.num_steps % self.sync_every == 0:
             self.average_replicas()

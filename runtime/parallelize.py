@@ -2,16 +2,17 @@
 
     embeddings -> checkpointing -> precision -> compile -> fully_shard
 
-The FSDP unit is a block: every block of every region is one unit, the root module holds no parameters of its own. Collectives of the dense part, per
-micro-batch, U units in forward order:
+The FSDP unit is a block: every block of every region is one unit, the root module holds no parameters of its own. Collectives of the
+dense part, per micro-batch, units in forward order:
 
     forward    unit u: all-gather of its parameters (param dtype), then its compute; with `reshard_after_forward` they are freed after it
-    backward   unit u, last to first: all-gather again if it was freed; its compute; reduce-scatter of its gradients (fp32), then with ddp > 1
-               all-reduce of the scattered gradients (fp32) over the ddp axis. Under accumulation gradients are reduced on the last micro-batch only.
+    backward   unit u, last to first: all-gather again if it was freed; its compute; reduce-scatter of its gradients (fp32), then with
+               ddp > 1 all-reduce of the scattered gradients (fp32) over the ddp axis. Under accumulation gradients are reduced on the last
+               micro-batch only.
 
-On gloo every one of them is issued and waited for by the main thread at that place, so nothing overlaps and the whole wait is `exposed_communication`.
-On NCCL all-gathers run on their own stream, one unit ahead in backward, reductions on theirs; the compute stream waits where FSDP2
-needs the result. The part of the wait that the compute stream spends idle is `exposed_communication`: before a unit for all-gathers, after the last compute
+On gloo every one of them is issued and waited for by the main thread at that place, so nothing overlaps and the whole wait is
+`exposed_communication`. On NCCL all-gathers run on their own stream, one unit ahead in backward, reductions on theirs; the compute stream
+waits where FSDP2 needs the result. The part of the wait that the compute stream spends idle is `exposed_communication`: before a unit for all-gathers, after the last compute
 of backward for reductions.
 
 Gradients are averaged over all ranks. The ddp axis is reduced by a hook of ours on FSDP2 over the fsdp axis instead of by its own 2-D mesh: the

@@ -8,6 +8,7 @@ events of a step are read when a later step asks, after they have completed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -89,6 +90,6 @@ class PhaseTimer:
 
 def _durations(boundaries: list[tuple[str, float | torch.cuda.Event]], cuda: bool) -> dict[str, float]:
     phases = dict.fromkeys(PHASES, 0.0)
-    for (name, begin), (_, end) in zip(boundaries, boundaries[1:]):
+    for (name, begin), (_, end) in itertools.pairwise(boundaries):
         phases[name] += begin.elapsed_time(end) * 1e-3 if cuda else end - begin
     return phases

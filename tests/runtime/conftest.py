@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def torchrun(world: int, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
     """Runs `python -m torch.distributed.run ARGUMENTS` on `world` ranks of one thread each."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 

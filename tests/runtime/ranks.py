@@ -1,6 +1,6 @@
 """What every rank of one torchrun launch does for the tests: all checks that need this world size, one after the other.
 
-    python -m torch.distributed.run --standalone --nproc-per-node N tests/runtime/ranks.py OUT
+    PYTHONPATH=.:tests/runtime python -m torch.distributed.run --standalone --nproc-per-node N tests/runtime/ranks.py OUT
 
 Rank r writes OUT/rank-r.json: {name of check: figures}. The assertions are in test_distributed.py.
 """
@@ -12,8 +12,6 @@ import os
 import sys
 import traceback
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
 import runtime_models as models
 import torch

@@ -4,8 +4,8 @@ from __future__ import annotations
 import importlib
 
 import attention_reference
-import runtime_models as models
 import pytest
+import runtime_models as models
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
