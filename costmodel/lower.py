@@ -366,23 +366,26 @@ class _Builder:
         for unit in self.units:
             block, name = unit.region.block, unit.region.name
             start = self.last
-            gather = self.gather(unit, before, FORWARD)
+            gather = self.unshard(unit, self.gather(unit, before), phase)
             before = start
             cost = self.pricer.block(block, self.batch, unit.precision, FORWARD)
             self.compute(name, cost, phase, name, deps=(gather,))
         rows = self.batch.samples * len(self.plan.model.heads)
         self.compute("loss", self.pricer.ops([op("bce", m=rows)], FORWARD), phase)
 
-    def gather(self, unit: _Unit, before: int | None, phase: str) -> int | None:
-        """All-gather of a unit's parameters and its copies; None where nothing is gathered."""
+    def gather(self, unit: _Unit, before: int | None) -> int | None:
+        """All-gather of a unit's parameters; None where nothing is gathered."""
         if not self.wrapped:
             return None
-        block, fsdp = unit.region.block, self.plan.layout.fsdp
-        each = dtype_bytes(activation_dtype(unit.precision))
-        gather = self.collective(f"gather {unit.region.name}", "all_gather", each * fsdp * block.sharded_elements(fsdp), self.groups["fsdp"],
-                                 deps=(before,), region=unit.region.name)
-        cost = self.pricer.unit("fsdp_gather", block)
-        return self.compute(f"unshard {unit.region.name}", cost, phase, unit.region.name, deps=(gather,))
+        fsdp = self.plan.layout.fsdp
+        num_bytes = dtype_bytes(activation_dtype(unit.precision)) * fsdp * unit.region.block.sharded_elements(fsdp)
+        return self.collective(f"gather {unit.region.name}", "all_gather", num_bytes, self.groups["fsdp"], deps=(before,), region=unit.region.name)
+
+    def unshard(self, unit: _Unit, gather: int | None, phase: str) -> int | None:
+        """The copies that make gathered parameters usable."""
+        if not self.wrapped:
+            return None
+        return self.compute(f"unshard {unit.region.name}", self.pricer.unit("fsdp_gather", unit.region.block), phase, unit.region.name, deps=(gather,))
 
     def backward(self, *, reduce: bool) -> list[int | None]:
         """Returns the reductions that the optimizer waits for."""
@@ -391,11 +394,14 @@ class _Builder:
         reductions: list[int | None] = []
         scattered: int | None = None
         reduced: int | None = None
-        for unit in reversed(self.units):
+        units = self.units[::-1]
+        gathered = self.gather(units[0], before) if regather else None
+        for unit, following in zip(units, [*units[1:], None]):
             block, name = unit.region.block, unit.region.name
             start = self.last
-            gather = self.gather(unit, before, BACKWARD) if regather else None
-            before = start
+            gather = self.unshard(unit, gathered, phase) if regather else None
+            # FSDP2 asks for the next unit before this one's backward, so ahead of its reduce-scatter
+            gathered = self.gather(following, start) if regather and following is not None else None
             again = self.pricer.recompute(block, self.batch, unit.precision, unit.checkpoint)
             if again.parts:
                 self.compute(f"recompute {name}", again, phase, name, deps=(gather,))
