@@ -1,0 +1,360 @@
+"""How wrong predictions are: random plans that no calibration has seen, predicted first, then run, then compared.
+
+    python -m benchmarks.fidelity --device cpu                 calibrates this machine, scores 16 plans, writes docs/results/fidelity-cpu.{json,md}
+    python -m benchmarks.fidelity --device cuda --seed 1 -n 40 --resume --calibration h200.json
+
+Stages, each of which can run alone (`--stage`), for a GPU machine may lack what the planner needs: `predict` draws plans and writes each as plan.json
+with its prediction inside; `run` executes what has no result yet; `report` compares. `--resume` keeps the work folder and merges into the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import results
+from benchmarks.fidelity_space import SPACES, Space, calibration_plans, draw_group
+from costmodel import launch
+from costmodel.calibration import Calibration, fit
+from costmodel.calibration import load as load_calibration
+from costmodel.cluster import Cluster
+from costmodel.codec import encode
+from costmodel.estimate import estimate
+from costmodel.plan import Plan
+from costmodel.runresult import PHASES, RunResult
+from costmodel.samples import read_samples
+
+# Seconds of measured steps that a run aims at, and its bounds [steps].
+RUN_SECONDS, MIN_STEPS, MAX_STEPS, WARMUP_STEPS = 4.0, 12, 120, 3
+TARGETS = {"cpu": {"median": 15.0, "p90": 35.0}, "cuda": {"median": 5.0, "p90": 10.0, "worst": 20.0, "bias": 2.0}}
+MEMORY = ("parameters", "gradients", "optimizer", "tables", "table_state", "saved_activations")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One plan with its prediction (encoded Estimate) and its measurement."""
+
+    name: str
+    group: int
+    plan: Plan
+    prediction: dict
+    result: RunResult
+
+    @property
+    def measured(self) -> float:
+        """Seconds a step, median."""
+        assert self.result.measured is not None
+        return self.result.measured.step_time_s.median
+
+    @property
+    def predicted(self) -> float:
+        return self.prediction["step_time"]["value"]
+
+    @property
+    def error(self) -> float:
+        """Signed, relative: > 0 where the prediction is too slow."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def covered(self) -> bool:
+        return self.prediction["step_time"]["low"] <= self.measured <= self.prediction["step_time"]["high"]
+
+
+def local_cluster(device: str) -> Cluster:
+    """This machine, or one H200."""
+    from planner.scenario import load_scenario
+
+    scenario = {"cpu": "scenarios/quickstart.yaml", "cuda": "scenarios/gem-1xh200.yaml"}[device]
+    return dataclasses.replace(load_scenario(Path(scenario)).cluster, memory_budget=None)
+
+
+def calibrate(space: Space, cluster: Cluster, work: Path, *, preset: str) -> Calibration:
+    """Times the centre of the space on 1 rank and on all ranks of the space, and fits. Keeps samples and calibration in `work`."""
+    paths, samples, environment = [], [], None
+    for plan in calibration_plans(space, cluster):
+        paths.append(work / f"{plan.model.name}.plan.json")
+        plan.save(paths[-1])
+    for ranks in sorted({1, min(max(space.ranks), cluster.num_ranks)}):
+        out = work / f"samples-{ranks}.jsonl"
+        _launch(
+            "runtime.microbench",
+            ["--out", str(out), "--preset", preset, "--models", *map(str, paths)],
+            ranks,
+            cluster,
+            work / f"calibrate-{ranks}.log",
+        )
+        environment, found = read_samples(out)
+        samples += found
+    assert environment is not None
+    calibration = fit(dataclasses.replace(environment, device_name=cluster.device.name), samples, device=cluster.device)
+    calibration.save(work / "calibration.json")
+    return calibration
+
+
+def _launch(module: str, arguments: list[str], ranks: int, cluster: Cluster, log: Path, timeout: float = 1200) -> int:
+    command = launch.torchrun_command(module, arguments, ranks_per_host=ranks)
+    with log.open("w") as out:
+        done = subprocess.run(
+            command, env={**os.environ, **launch.environment(cluster)}, stdout=out, stderr=subprocess.STDOUT, timeout=timeout, check=False
+        )
+    if done.returncode:
+        raise SystemExit(
+            f"{module} on {ranks} ranks failed with {done.returncode}; last lines of {log}:\n" + "\n".join(log.read_text().splitlines()[-15:])
+        )
+    return done.returncode
+
+
+def predict(space: Space, cluster: Cluster, calibration: Calibration, work: Path, *, seed: int, count: int) -> list[Path]:
+    """Draws `count` plans and writes each with its prediction, before anything is run."""
+    paths: list[Path] = []
+    group = 0
+    while len(paths) < count:
+        for i, plan in enumerate(draw_group(space, cluster, seed=seed, group=group)):
+            path = work / f"{seed}-{group}-{i}" / "plan.json"
+            if len(paths) < count:
+                paths.append(path)
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    dataclasses.replace(plan, prediction=encode(estimate(plan, calibration))).save(path)
+        group += 1
+    return paths
+
+
+def run(paths: list[Path], cluster: Cluster) -> None:
+    """Executes every plan that has no result yet."""
+    for number, path in enumerate(paths, start=1):
+        if (path.parent / "result.json").exists():
+            continue
+        plan = Plan.load(path)
+        predicted = plan.prediction["step_time"]["value"]
+        steps = WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / predicted)))
+        start = time.perf_counter()
+        _launch(
+            "runtime.train",
+            [str(path), "--out", str(path.parent), "--steps", str(steps), "--no-eval"],
+            plan.layout.world_size,
+            cluster,
+            path.parent / "run.log",
+        )
+        result = RunResult.load(path.parent / "result.json")
+        measured = result.measured.step_time_s.median if result.measured else math.nan
+        print(
+            f"{number}/{len(paths)} {path.parent.name}: predicted {predicted * 1e3:.1f} ms, measured {measured * 1e3:.1f} ms "
+            f"({predicted / measured - 1:+.1%}), {time.perf_counter() - start:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def load_scored(paths: list[Path]) -> list[Scored]:
+    """Plans with results, in order."""
+    found = []
+    for path in paths:
+        if (path.parent / "result.json").exists():
+            plan = Plan.load(path)
+            found.append(
+                Scored(
+                    name=path.parent.name,
+                    group=int(path.parent.name.split("-")[1]),
+                    plan=plan,
+                    prediction=plan.prediction,
+                    result=RunResult.load(path.parent / "result.json"),
+                )
+            )
+    return [s for s in found if s.result.measured is not None]
+
+
+def rows(scored: list[Scored], device: str) -> list[results.Row]:
+    """Figures of the whole set, then one row a plan."""
+    errors = np.array([abs(s.error) for s in scored]) * 100
+    targets = TARGETS[device]
+    figures = {"median": float(np.median(errors)), "p90": float(np.quantile(errors, 0.9)), "worst": float(errors.max())}
+    found = [
+        results.Row(
+            name=f"step time |error|, {key}",
+            value=value,
+            unit="%",
+            target=targets.get(key),
+            better="lower",
+            note=f"measured here, {len(scored)} plans",
+        )
+        for key, value in figures.items()
+    ]
+    bias = 100 * (math.exp(float(np.mean([math.log1p(s.error) for s in scored]))) - 1)
+    found.append(
+        results.Row(
+            name="step time bias",
+            value=abs(bias),
+            unit="%",
+            target=targets.get("bias"),
+            better="lower",
+            note=f"measured here; predictions are {'slow' if bias > 0 else 'fast'} on geometric mean",
+        )
+    )
+    found.append(results.Row(name="90 % interval: coverage", value=100 * statistics.fmean(s.covered for s in scored), unit="%", note="measured here"))
+    found += _ranking(scored) + _phase_rows(scored) + _memory_rows(scored)
+    return found + [_plan_row(s) for s in scored]
+
+
+def _ranking(scored: list[Scored]) -> list[results.Row]:
+    """Kendall's tau over all plans and within groups, regret of the plan predicted best in its group."""
+    found = [results.Row(name="rank correlation over all plans (Kendall tau-b)", value=kendall(scored), unit="", note="measured here")]
+    groups = [g for g in ([s for s in scored if s.group == k] for k in sorted({s.group for s in scored})) if len(g) >= 3]
+    if groups:
+        taus = [kendall(g) for g in groups]
+        regrets = [100 * (min(g, key=lambda s: s.predicted).measured / min(s.measured for s in g) - 1) for g in groups]
+        found += [
+            results.Row(
+                name="rank correlation within groups, median", value=statistics.median(taus), unit="", note=f"measured here, {len(groups)} groups"
+            ),
+            results.Row(
+                name="regret of the best prediction, median", value=statistics.median(regrets), unit="%", better="lower", note="measured here"
+            ),
+            results.Row(name="regret of the best prediction, worst", value=max(regrets), unit="%", better="lower", note="measured here"),
+        ]
+    return found
+
+
+def kendall(scored: list[Scored]) -> float:
+    """tau-b where measured differences below twice the steps' own noise count as ties."""
+    agree = differ = ties = 0
+    for i, a in enumerate(scored):
+        for b in scored[i + 1 :]:
+            noise = 2 * math.hypot(_noise(a), _noise(b))
+            if abs(a.measured - b.measured) <= noise:
+                ties += 1
+                continue
+            same = (a.measured - b.measured) * (a.predicted - b.predicted)
+            agree, differ = agree + (same > 0), differ + (same < 0)
+    pairs = agree + differ
+    return (agree - differ) / pairs if pairs else 1.0
+
+
+def _noise(scored: Scored) -> float:
+    """Standard error of a run's median step, from its quantiles and number of steps."""
+    step = scored.result.measured.step_time_s
+    steps = max(1, scored.result.steps - scored.result.first_step - scored.result.warmup_steps)
+    return 1.25 * (step.p90 - step.p10) / 2.56 / math.sqrt(steps)
+
+
+def _phase_rows(scored: list[Scored]) -> list[results.Row]:
+    found = []
+    for phase in PHASES:
+        errors, signed = [], []
+        for s in scored:
+            off = (s.prediction["phases"][phase]["value"] - s.result.measured.phases_s[phase]) / s.measured
+            errors.append(abs(off) * 100)
+            signed.append(off * 100)
+        found.append(
+            results.Row(
+                name=f"phase {phase}: |error| as share of the step, median",
+                value=statistics.median(errors),
+                unit="% of step",
+                better="lower",
+                note=f"measured here; mean signed {statistics.fmean(signed):+.1f} %",
+            )
+        )
+    return found
+
+
+def _memory_rows(scored: list[Scored]) -> list[results.Row]:
+    found = []
+    for category in MEMORY:
+        errors = []
+        for s in scored:
+            measured = getattr(s.result.measured.memory_bytes, category)
+            predicted = s.prediction["memory"]["categories"].get(category)
+            if measured and predicted is not None:
+                errors.append(100 * abs(predicted / measured - 1))
+        if errors:
+            found.append(
+                results.Row(
+                    name=f"memory {category}: |error|, median",
+                    value=statistics.median(errors),
+                    unit="%",
+                    better="lower",
+                    note=f"measured here, worst {max(errors):.1f} %, {len(errors)} plans",
+                )
+            )
+    return found
+
+
+def _plan_row(scored: Scored) -> results.Row:
+    plan, step = scored.plan, scored.result.measured.step_time_s
+    group = plan.model.sequences[0].layers[0]
+    lengths = plan.workload.lengths["history"]
+    options = {o.checkpoint for r in plan.regions for o in r.options}
+    what = (
+        f"{group.kind} x{group.count} D{plan.model.dim} h{group.heads} mlp{group.mlp_dim}, lengths {lengths.kind} <= {lengths.maximum}, "
+        f"batch {plan.local_batch} x {plan.accumulation}, {plan.layout.short}, {plan.tables[0].sharding}, "
+        f"checkpoint {'full' if 'full' in options else 'selective' if 'selective' in options else 'none'}, {plan.execution}"
+    )
+    note = (
+        f"predicted {scored.predicted * 1e3:.2f} ms ({scored.error:+.1%}), 90 % interval {scored.prediction['step_time']['low'] * 1e3:.2f}-"
+        f"{scored.prediction['step_time']['high'] * 1e3:.2f}; p10-p90 {step.p10 * 1e3:.2f}-{step.p90 * 1e3:.2f} ms; {what}"
+    )
+    return results.Row(name=f"plan {scored.name}", value=scored.measured * 1e3, unit="ms a step", better="lower", note=note)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.fidelity", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=sorted(SPACES), default="cpu")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("-n", "--count", type=int, default=16, help="plans to score")
+    parser.add_argument("--stage", choices=("all", "predict", "run", "report"), default="all")
+    parser.add_argument("--calibration", type=Path, help="use this calibration (default: measure one now)")
+    parser.add_argument("--preset", choices=("quick", "full"), default="quick", help="of the calibration")
+    parser.add_argument("--work", type=Path, help="folder for plans and runs (default: out/fidelity-DEVICE)")
+    parser.add_argument("--resume", action="store_true", help="keep what the work folder holds, merge into the result file")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    options = parser.parse_args(arguments)
+    work = options.work or Path("out") / f"fidelity-{options.device}"
+    if options.stage in ("all", "predict") and not options.resume and work.exists() and any(work.iterdir()):
+        raise SystemExit(f"{work} is not empty; --resume continues there, another --work starts afresh")
+    work.mkdir(parents=True, exist_ok=True)
+    space = SPACES[options.device]
+    paths_file = work / f"plans-{options.seed}.json"
+    if options.stage in ("all", "predict"):
+        cluster = local_cluster(options.device)
+        calibration = _calibration(options, space, cluster, work)
+        paths = predict(space, cluster, calibration, work, seed=options.seed, count=options.count)
+        paths_file.write_text(json.dumps([str(p.relative_to(work)) for p in paths]))
+    paths = [work / p for p in json.loads(paths_file.read_text())]
+    if options.stage in ("all", "run"):
+        run(paths, Plan.load(paths[0]).cluster)
+    if options.stage in ("all", "report"):
+        scored = load_scored(paths)
+        command = f"python -m benchmarks.fidelity --device {options.device} --seed {options.seed} -n {options.count}"
+        results.write(
+            f"fidelity-{options.device}",
+            rows(scored, options.device),
+            command=command,
+            title=f"Fidelity of predictions ({options.device})",
+            intro=f"{len(scored)} plans drawn with seed {options.seed} from: {space.describe()}. Every plan was predicted before it was run; none "
+            "was used to calibrate. Error = predicted / measured median step - 1.",
+            resume=options.resume,
+            out=options.out,
+        )
+    return 0
+
+
+def _calibration(options: argparse.Namespace, space: Space, cluster: Cluster, work: Path) -> Calibration:
+    if options.calibration is not None:
+        return load_calibration(options.calibration)
+    if (work / "calibration.json").exists():
+        return load_calibration(work / "calibration.json")
+    return calibrate(space, cluster, work, preset=options.preset)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
