@@ -1,6 +1,7 @@
 """The simulation is a valid schedule, its accounting closes, and the bound is one."""
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -36,7 +37,7 @@ def test_schedule_is_valid_and_adds_up(graph, contention):
     timeline = simulate(graph, contention=contention)
     busy: dict[str, float] = {}
     host = 0.0
-    for (i, start, end), task in zip(timeline.spans, graph.tasks):
+    for (_i, start, end), task in zip(timeline.spans, graph.tasks):
         assert end - start >= task.seconds * (1 - 1e-9) - 1e-9
         assert start >= busy.get(task.stream, 0.0) - 1e-9
         assert all(start >= timeline.spans[d][2] - 1e-9 for d in task.deps)
@@ -65,7 +66,7 @@ def test_compute_runs_at_the_rate_that_collectives_leave(graph):
             continue
         cuts = sorted({start, end, *(t for s in timeline.spans for t in s[1:] if start < t < end)})
         done = 0.0
-        for a, b in zip(cuts, cuts[1:]):
+        for a, b in itertools.pairwise(cuts):
             middle = (a + b) / 2
             taken = sum(o.sm_fraction for (_, s, e), o in zip(timeline.spans, graph.tasks) if s <= middle < e)
             done += (b - a) * max(RATE_FLOOR, 1 - taken)
