@@ -3,8 +3,9 @@
 Forward: a program a bag; several table rows are in flight at once. Backward with optimizer, without atomics on data and without a
 host synchronisation:
 
-    1. prepare   (key, bag) of every id; ids outside the offsets get the key past all tables
-    2. sort      keys, stable (radix sort); equal ids become one run of sorted positions
+    1. prepare   (key, bag) of every id; ids outside the offsets get a key past all tables
+    2. sort      keys, stable (radix sort): equal ids become one run of sorted positions; then per sorted position one word with its
+                 gradient row and whether its run begins or ends there, which spares step 3 a chain of three dependent loads
     3. runs      a program per tile of P sorted positions owns the runs that begin in it: it gathers their gradient rows (all loads of the
                  tile in flight), adds them up with a segmented scan inside the tile and updates the table rows of the runs that end
                  there. A run that goes on for less than a tile is finished from the next tile's rows. A tile that lies wholly inside a
@@ -28,6 +29,10 @@ from kernels._rounding_triton import stochastic_round_bf16
 
 _NO_KEY_32 = 2**31 - 1
 _NO_KEY_64 = 2**63 - 1
+_MAX_SOURCES = 2**30
+_SOURCE = tl.constexpr(2**30 - 1)
+_BEGINS = tl.constexpr(2**30)
+_ENDS = tl.constexpr(-(2**31))
 
 
 # --- forward -------------------------------------------------------------------------------------------------------------------------
@@ -97,20 +102,38 @@ def _prepare_kernel(
         tl.store(count_ptr, 0)
 
 
-@triton.jit
-def _gradient_rows(
-    grad_ptr, order_ptr, bags_ptr, offsets_ptr, position, mask, dim, cols,
-    JAGGED: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Gradient rows of sorted positions, zero where masked."""
-    source = tl.load(order_ptr + position, mask=mask, other=0).to(tl.int64)
+@triton.jit(do_not_specialize=["num_ids", "no_key"])
+def _mark_kernel(keys_ptr, order_ptr, bags_ptr, words_ptr, num_ids, no_key, BLOCK: tl.constexpr, JAGGED: tl.constexpr):
+    """One word per sorted position: gradient row, bit 30 where a run begins, bit 31 (the sign) where it ends."""
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < num_ids
+    key = tl.load(keys_ptr + position, mask=inside, other=no_key)
+    previous = tl.load(keys_ptr + position - 1, mask=inside & (position > 0), other=-1)
+    following = tl.load(keys_ptr + position + 1, mask=position + 1 < num_ids, other=no_key)
+    source = tl.load(order_ptr + position, mask=inside, other=0)
     if JAGGED:
-        source = tl.load(bags_ptr + source, mask=mask, other=0).to(tl.int64)
-    grads = tl.load(grad_ptr + source[:, None] * dim + cols[None, :], mask=mask[:, None] & (cols < dim)[None, :], other=0.0).to(ACC)
+        source = tl.load(bags_ptr + source, mask=inside, other=0)
+    word = source.to(tl.int32) | tl.where(key != previous, _BEGINS, 0) | tl.where(key != following, _ENDS, 0)
+    tl.store(words_ptr + position, word, mask=inside)
+
+
+@triton.jit
+def _gradient_rows(grad_ptr, offsets_ptr, source, mask, dim, cols, MEAN: tl.constexpr, ACC: tl.constexpr):
+    """Gradient rows `source (P,)`, zero where masked. They are read again and again: keep them in L2."""
+    place = source.to(tl.int64)[:, None] * dim + cols[None, :]
+    grads = tl.load(grad_ptr + place, mask=mask[:, None] & (cols < dim)[None, :], other=0.0, eviction_policy="evict_last").to(ACC)
     if MEAN:
         length = tl.load(offsets_ptr + source + 1, mask=mask, other=1) - tl.load(offsets_ptr + source, mask=mask, other=0)
         grads = grads / tl.maximum(length, 1).to(ACC)[:, None]
     return grads
+
+
+@triton.jit
+def _table_rows(weight_ptr, rows, mask, dim, cols, ACC: tl.constexpr):
+    """Table rows, which nobody reads again soon: first out of L2."""
+    place = rows[:, None] * dim + cols[None, :]
+    mask = mask[:, None] & (cols < dim)[None, :]
+    return tl.load(weight_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
 
 
 @triton.jit
@@ -150,11 +173,11 @@ def _segment_add(value_a, head_a, value_b, head_b):
     return tl.where(head_b != 0, value_b, value_a + value_b), head_a | head_b
 
 
-@triton.jit(do_not_specialize=["num_ids", "no_key", "seed", "step"])
+@triton.jit(do_not_specialize=["num_ids", "no_key", "seed"])
 def _runs_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, order_ptr, bags_ptr, offsets_ptr, shares_ptr, list_ptr, count_ptr,
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, shares_ptr, list_ptr, count_ptr,
     num_ids, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed,
-    P: tl.constexpr, BLOCK_D: tl.constexpr, JAGGED: tl.constexpr, MEAN: tl.constexpr,
+    P: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Step 3: tile of P sorted positions."""
@@ -164,28 +187,24 @@ def _runs_kernel(
     position = begin + lane
     cols = tl.arange(0, BLOCK_D)
     key = tl.load(keys_ptr + position, mask=position < num_ids, other=no_key).to(tl.int64)
-    next_key = tl.load(keys_ptr + position + 1, mask=position + 1 < num_ids, other=no_key).to(tl.int64)
+    word = tl.load(words_ptr + position, mask=position < num_ids, other=0)
     before = tl.load(keys_ptr + begin - 1, mask=begin > 0, other=-1).to(tl.int64)
     last = tl.load(keys_ptr + begin + P - 1, mask=begin + P - 1 < num_ids, other=no_key).to(tl.int64)
     after = tl.load(keys_ptr + begin + 2 * P - 1, mask=begin + 2 * P - 1 < num_ids, other=no_key).to(tl.int64)
-    valid = key != no_key
     interior = (before == last) & (last != no_key)  # the whole tile belongs to a run that began earlier
-    used = valid & ((key != before) | interior)  # rows of an earlier, ending run are added by its owner
-    grads = _gradient_rows(grad_ptr, order_ptr, bags_ptr, offsets_ptr, position, used, dim, cols, JAGGED, MEAN, ACC)
+    used = (key != no_key) & ((key != before) | interior)  # rows of an earlier, ending run are added by its owner
+    grads = _gradient_rows(grad_ptr, offsets_ptr, word & _SOURCE, used, dim, cols, MEAN, ACC)
+    ends = used & (word < 0) & ~interior
+    old = _table_rows(weight_ptr, key, ends, dim, cols, ACC)
 
-    ends = used & (key != next_key) & ~interior
-    table = key[:, None] * dim + cols[None, :]
-    old = tl.load(weight_ptr + table, mask=ends[:, None] & (cols < dim)[None, :], other=0.0).to(ACC)
-
-    previous = tl.load(keys_ptr + position - 1, mask=(position > 0) & (position < num_ids), other=-1).to(tl.int64)
-    head = tl.broadcast_to(((key != previous) & ~interior).to(tl.int32)[:, None], [P, BLOCK_D])
-    sums, _ = tl.associative_scan((grads, head), 0, _segment_add)
+    begins = ((word & _BEGINS) != 0) & ~interior
+    sums, _ = tl.associative_scan((grads, tl.broadcast_to(begins.to(tl.int32)[:, None], [P, BLOCK_D])), 0, _segment_add)
     _apply(
         weight_ptr, state1_ptr, state2_ptr, key, ends, sums, old, dim, cols,
         lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
     )  # fmt: skip
 
-    crossing = tl.sum(tl.where(lane == P - 1, (used & (key == next_key)).to(tl.int32), 0), axis=0) != 0
+    crossing = (last != no_key) & (before != last) & (tl.load(words_ptr + begin + P - 1, mask=begin + P - 1 < num_ids, other=-1) >= 0)
     if interior | crossing:
         share = tl.sum(tl.where((lane == P - 1)[:, None], sums, 0.0), axis=0)
         if interior | (last == after):  # long: leave the share for step 4
@@ -193,24 +212,38 @@ def _runs_kernel(
             if ~interior:
                 tl.store(list_ptr + tl.atomic_add(count_ptr, 1), tile)
         else:
-            rest = position + P
-            same = tl.load(keys_ptr + rest, mask=rest < num_ids, other=no_key).to(tl.int64) == last
-            more = _gradient_rows(grad_ptr, order_ptr, bags_ptr, offsets_ptr, rest, same, dim, cols, JAGGED, MEAN, ACC)
-            total = (share + tl.sum(more, axis=0))[None, :]
-            one = tl.full([1], 1, tl.int1)
-            row = tl.full([1], 0, tl.int64) + last
-            kept = tl.load(weight_ptr + row[:, None] * dim + cols[None, :], mask=(cols < dim)[None, :], other=0.0).to(ACC)
-            _apply(
-                weight_ptr, state1_ptr, state2_ptr, row, one, total, kept, dim, cols,
-                lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+            _finish_run(
+                weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, share, last, begin + P, num_ids, no_key,
+                dim, cols, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, P, MEAN, OPTIMIZER, DECAY, ROUND, ACC,
             )  # fmt: skip
+
+
+@triton.jit
+def _finish_run(
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, share, key, begin, num_ids, no_key,
+    dim, cols, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed,
+    P: tl.constexpr, MEAN: tl.constexpr, OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Add the fewer than P rows of the run of `key` from position `begin` on to `share (D,)` and update its table row."""
+    rest = begin + tl.arange(0, P)
+    same = tl.load(keys_ptr + rest, mask=rest < num_ids, other=no_key).to(tl.int64) == key
+    word = tl.load(words_ptr + rest, mask=rest < num_ids, other=0)
+    one = tl.full([1], 1, tl.int1)
+    row = tl.full([1], 0, tl.int64) + key
+    old = _table_rows(weight_ptr, row, one, dim, cols, ACC)
+    more = _gradient_rows(grad_ptr, offsets_ptr, word & _SOURCE, same, dim, cols, MEAN, ACC)
+    grads = (share + tl.sum(more, axis=0))[None, :]
+    _apply(
+        weight_ptr, state1_ptr, state2_ptr, row, one, grads, old, dim, cols,
+        lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_ids", "no_key", "seed", "programs"])
 def _long_runs_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, order_ptr, bags_ptr, offsets_ptr, shares_ptr, list_ptr, count_ptr,
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, shares_ptr, list_ptr, count_ptr,
     num_ids, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    P: tl.constexpr, TILES: tl.constexpr, BLOCK_D: tl.constexpr, JAGGED: tl.constexpr, MEAN: tl.constexpr,
+    P: tl.constexpr, TILES: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Step 4: the listed runs, TILES shares at a time."""
@@ -231,16 +264,9 @@ def _long_runs_kernel(
             total += tl.sum(tl.load(shares_ptr + tiles[:, None] * dim + cols[None, :], mask=mask, other=0.0), axis=0)
             whole = tl.sum(inside.to(tl.int32), axis=0)
             first += whole
-        rest = first * P + tl.arange(0, P)
-        same = (rest < num_ids) & (tl.load(keys_ptr + rest, mask=rest < num_ids, other=no_key).to(tl.int64) == key)
-        more = _gradient_rows(grad_ptr, order_ptr, bags_ptr, offsets_ptr, rest, same, dim, cols, JAGGED, MEAN, ACC)
-        grads = (total + tl.sum(more, axis=0))[None, :]
-        one = tl.full([1], 1, tl.int1)
-        row = tl.full([1], 0, tl.int64) + key
-        old = tl.load(weight_ptr + row[:, None] * dim + cols[None, :], mask=(cols < dim)[None, :], other=0.0).to(ACC)
-        _apply(
-            weight_ptr, state1_ptr, state2_ptr, row, one, grads, old, dim, cols,
-            lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+        _finish_run(
+            weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, total, key, first * P, num_ids, no_key,
+            dim, cols, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, P, MEAN, OPTIMIZER, DECAY, ROUND, ACC,
         )  # fmt: skip
 
 
@@ -280,7 +306,7 @@ def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Te
 
 
 POOLED_ROWS = 8  # table rows in flight per program
-TILE = 16  # sorted positions per program (P)
+TILE = {"sgd": 16, "rowwise_adagrad": 16, "adam": 8}  # sorted positions per program (P); adam's two states take registers
 LONG_TILES = 32  # shares added at a time in step 4
 LONG_PROGRAMS = 528  # four programs on each of the 132 multiprocessors
 
@@ -293,6 +319,8 @@ def embedding_update_(
     num_ids, dim = ids.numel(), weight.shape[1]
     if num_ids == 0 or dim == 0:
         return
+    if max(grad_out.shape[0], num_ids) > _MAX_SOURCES:
+        raise ValueError(f"ids: {num_ids} ids and {grad_out.shape[0]} gradient rows, at most {_MAX_SOURCES} of each in one update")
     grad_out, ids = grad_out.contiguous(), ids.contiguous()
     narrow = weight.shape[0] < _NO_KEY_32
     no_key = _NO_KEY_32 if narrow else _NO_KEY_64
@@ -306,20 +334,26 @@ def embedding_update_(
         BLOCK=1024, JAGGED=offsets is not None, CHECK=check, num_warps=4, debug=check, sanitize_overflow=False,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
-    tiles = triton.cdiv(num_ids, TILE)
+    words = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
+    _mark_kernel[(triton.cdiv(num_ids, 1024),)](
+        keys, order, bags, words, num_ids, no_key, BLOCK=1024, JAGGED=offsets is not None, num_warps=4
+    )
+    tile = TILE[optimizer]
+    tiles = triton.cdiv(num_ids, tile)
     block_d = triton.next_power_of_2(dim)
     shares = torch.empty((tiles, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
     runs = torch.empty(tiles, dtype=torch.int32, device=ids.device)
     arguments = (
-        weight, state1, state2, grad_out, keys, order, bags, offsets, shares, runs, count, num_ids, no_key, dim,
+        weight, state1, state2, grad_out, keys, words, offsets, shares, runs, count, num_ids, no_key, dim,
         lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed or 0,
     )  # fmt: skip
     options = dict(
-        P=TILE, BLOCK_D=block_d, JAGGED=offsets is not None, MEAN=mean, OPTIMIZER=optimizer,
+        P=tile, BLOCK_D=block_d, MEAN=mean, OPTIMIZER=optimizer,
         DECAY=weight_decay != 0.0, ROUND=seed is not None, ACC=_accumulator(weight.dtype),
     )  # fmt: skip
     _runs_kernel[(tiles,)](*arguments, **options, num_warps=max(1, block_d // 128))
-    _long_runs_kernel[(LONG_PROGRAMS,)](*arguments, LONG_PROGRAMS, TILES=LONG_TILES, **options, num_warps=4)
+    programs = min(LONG_PROGRAMS, triton.cdiv(tiles, 2))  # a long run owns a tile and has one inside it
+    _long_runs_kernel[(programs,)](*arguments, programs, TILES=LONG_TILES, **options, num_warps=4)
 
 
 def embedding_dense_grad(grad_out: Tensor, ids: Tensor, offsets: Tensor | None, num_rows: int, mean: bool) -> Tensor:

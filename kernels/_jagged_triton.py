@@ -54,7 +54,10 @@ def _jagged_to_padded_kernel(
         tl.device_assert(length <= max_len, "jagged_to_padded: a row is longer than max_len")
     flat = tl.cast(pid % chunks, tl.int64) * CHUNK + tl.arange(0, CHUNK)
     data = tl.load(values_ptr + start * dim + flat, mask=flat < length * dim, other=0.0)
-    fill = tl.full([CHUNK], tl.load(padding) if PADDING_IN_MEMORY else padding, values_ptr.dtype.element_ty)
+    if PADDING_IN_MEMORY:
+        fill = tl.load(padding)
+    else:
+        fill = tl.full([CHUNK], padding, tl.float32).to(values_ptr.dtype.element_ty)
     data = tl.where(flat < length * dim, data, fill)
     width = tl.cast(max_len, tl.int64) * dim
     tl.store(out_ptr + row * width + flat, data, mask=flat < width)
