@@ -7,8 +7,8 @@ durations of whatever options a plan has, bounds that plan too:
 
     step >= constant + sum over regions r, options o of count(r, o) x coefficient(r, o) + slope x (load - 1)
 
-where for each kind of task the coefficient counts how often the chain passes the block of the region that it passes least, times the option's duration;
-what it passes more often is charged at the cheapest option. `load` is the heaviest rank's share of table rows over the mean. Nothing here
+where for each kind of task the coefficient counts the sweeps (forward or backward of a micro-batch) in which the chain passes all blocks of the
+region, times the option's duration; blocks of a sweep that it passes only in part are charged at the cheapest option. `load` is the heaviest rank's share of table rows over the mean. Nothing here
 knows what a step consists of: a change of the lowering changes the graphs, and the bounds follow.
 """
 from __future__ import annotations
@@ -260,8 +260,9 @@ def cut(graph: StepGraph, durations: Durations, blocks: Mapping[str, int]) -> Cu
     _, terms = critical_chain(graph)
     tasks = graph.tasks
     by_launch = {i for i, what in terms if what == "entered by launch"}
+    # passes of the chain by region, kind of task and sweep over the region's blocks
     passed: dict[tuple[str, Key], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    place = _block_places(tasks, blocks)
+    sweep = _sweeps(tasks, blocks)
     constant = slope = 0.0
     for i, what in terms:
         if what == "entered by launch":
@@ -272,16 +273,16 @@ def cut(graph: StepGraph, durations: Durations, blocks: Mapping[str, int]) -> Cu
             constant += durations.rest.get(key, 0.0)
             slope += durations.slopes.get(key, 0.0)
             continue
-        passed[(task.region, key)][place[i]] += 1
+        passed[(task.region, key)][sweep[i]] += 1
         if task.phase == "backward" and task.name == task.region and what == SECONDS and i not in by_launch and not _recomputed_before(tasks, i):
-            passed[(task.region, (f"recompute {task.region}", "backward", task.stream, SECONDS))][place[i]] += 1
+            passed[(task.region, (f"recompute {task.region}", "backward", task.stream, SECONDS))][sweep[i]] += 1
     coefficients: dict[str, dict[RegionChoice, float]] = {r: dict.fromkeys(durations.regions[r], 0.0) for r in durations.regions}
     for (region, key), counts in passed.items():
-        all_blocks = min(counts.values()) if len(counts) == blocks[region] else 0
-        extra = sum(counts.values()) - all_blocks * blocks[region]
+        whole = sum(n == blocks[region] for n in counts.values())
+        extra = sum(counts.values()) - whole * blocks[region]
         constant += extra * durations.cheapest(region, key)
         for choice, seconds in durations.regions[region].items():
-            coefficients[region][choice] += all_blocks * seconds.get(key, 0.0)
+            coefficients[region][choice] += whole * seconds.get(key, 0.0)
     return Cut(constant=constant, coefficients=coefficients, slope=slope)
 
 
@@ -289,19 +290,16 @@ def _recomputed_before(tasks: Sequence[Task], i: int) -> bool:
     return i > 0 and tasks[i - 1].name == f"recompute {tasks[i].region}"
 
 
-def _block_places(tasks: Sequence[Task], blocks: Mapping[str, int]) -> list[int]:
-    """Which block of its region a task belongs to: tasks of one name and phase come block by block. Recomputation sits right before its block's backward."""
+def _sweeps(tasks: Sequence[Task], blocks: Mapping[str, int]) -> list[int]:
+    """Which sweep over its region's blocks a task belongs to: tasks of one name, phase and stream come in sweeps of one a block. A recomputation
+    belongs to the backward that it precedes."""
     seen: dict[tuple[str, str, str], int] = defaultdict(int)
-    place = [-1] * len(tasks)
+    sweep = [-1] * len(tasks)
     for i, task in enumerate(tasks):
-        if not task.region or task.name.startswith("recompute "):
-            continue
-        name = (task.name, task.phase, task.stream)
-        place[i] = seen[name] % blocks[task.region]
-        seen[name] += 1
-    for i, task in enumerate(tasks):
-        if task.region and task.name.startswith("recompute "):
-            place[i] = next(place[j] for j in range(i + 1, len(tasks)) if tasks[j].name == task.region and tasks[j].phase == task.phase)
-    return place
-
-
+        if task.region and not task.name.startswith("recompute "):
+            name = (task.name, task.phase, task.stream)
+            sweep[i] = seen[name] // blocks[task.region]
+            seen[name] += 1
+            if _recomputed_before(tasks, i):
+                sweep[i - 1] = sweep[i]
+    return sweep

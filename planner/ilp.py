@@ -74,12 +74,13 @@ class TableRow:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
     """The candidate's memory beside tables and blocks, bytes: `resting` (parameters, optimizer, input, buffers at even load), `buffer` (what an evenly
-    loaded rank's exchange takes, grows with L), `gradients` of all blocks, `usable` (allocated bytes that still fit)."""
+    loaded rank's exchange takes, grows with L), `gradients` of all blocks, `embeddings` kept until backward, `usable` (allocated bytes that still fit)."""
 
     resting: float
     buffer: float
     gradients: float
     usable: float
+    embeddings: float
     accumulates: bool
     keeps_unsharded: bool
     table_share: float = 1.0
@@ -174,7 +175,7 @@ class CandidateProgram:
     def add_time_constraint(self, problem: pulp.LpProblem) -> None:
         for k, chain in enumerate(self.cuts):
             blocks = pulp.lpSum(chain.coefficients[row.name].get(c, 0.0) / MILLI * self.n[row.name, c] for row in self.regions for c in row.memory)
-            problem += self.T >= chain.constant / MILLI + blocks + chain.slope / MILLI * (self.L - 1), f"chain_{k}"
+            problem += chain.constant / MILLI + blocks + chain.slope / MILLI * (self.L - 1) <= self.T, f"chain_{k}"
 
     def add_table_load_constraint(self, problem: pulp.LpProblem) -> None:
         for name, variable, mean, largest in (("weights", self.W, "weights", "shard"), ("state", self.S, "state", "shard_state")):
@@ -186,7 +187,7 @@ class CandidateProgram:
         for i, row in enumerate(self.tables):
             for j, c in enumerate(row.weights):
                 if row.served[c] > 1.0:
-                    problem += self.L >= row.served[c] * self.v[row.name, c], f"shard_load_{i}_{j}"
+                    problem += row.served[c] * self.v[row.name, c] <= self.L, f"shard_load_{i}_{j}"
 
     def add_memory_constraint(self, problem: pulp.LpProblem, usable: float, missing: pulp.LpVariable | None) -> None:
         memory = self.memory
@@ -194,7 +195,7 @@ class CandidateProgram:
         resting = (memory.resting - memory.buffer) / GIB + tables + memory.buffer / GIB * self.L
         right = usable / GIB if missing is None else usable / GIB + missing
         for name, bytes_there in self.peaks():
-            problem += resting + bytes_there <= right, f"memory_{name}"
+            problem += resting + memory.embeddings / GIB + bytes_there <= right, f"memory_{name}"
         in_flight = (self.W + self.S) if memory.tables_in_flight else 0
         problem += resting + in_flight <= right, "memory_sparse"
         problem += resting + memory.gradients / GIB <= right, "memory_optimizer"

@@ -191,7 +191,8 @@ class Pricing:
         resting = categories["parameters"] + categories["optimizer"] + categories["input"] + categories["buffers"]
         buffer = 4.0 * float(lowered.loads.served.max(initial=0.0)) if layout.sparse_group > 1 else 0.0
         full = layout.fully_sharded_2d and layout.sparse_replicas > 1
-        return MemoryRow(resting=resting, buffer=buffer, gradients=categories["gradients"], usable=usable, accumulates=plan.accumulation > 1,
+        blocks = sum(self.blocks[name] * memories[name][choice].saved for name, choice in fastest.items())
+        return MemoryRow(resting=resting, buffer=buffer, embeddings=max(0.0, categories["saved_activations"] - blocks), gradients=categories["gradients"], usable=usable, accumulates=plan.accumulation > 1,
                          keeps_unsharded=not layout.reshard_after_forward, table_share=1.0 / layout.sparse_replicas if full else 1.0,
                          tables_in_flight=full)
 
