@@ -16,6 +16,7 @@ import typing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_SCALARS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
 class DecodeError(ValueError):
@@ -143,7 +144,7 @@ def _decode_scalar(hint: Any, value: Any, path: str) -> Any:
     if hint in (str, bool) and isinstance(value, hint):
         return value
     if hint in (int, float, str, bool):
-        raise DecodeError(path, f"{'a number' if hint is float else hint.__name__} is needed, not {value!r}")
+        raise DecodeError(path, f"{_SCALARS[hint]} is needed, not {value!r}")
     raise TypeError(f"{path}: cannot decode into {hint!r}")
 
 

@@ -2,7 +2,17 @@
 from __future__ import annotations
 
 from costmodel.blocks.base import (
-    CHEAP, DROPPED, FP32_BYTES, INPUT, MATRIX, BatchShape, Saved, SequenceBlock, activation_dtype, linear_parameters, norm_parameters,
+    CHEAP,
+    DROPPED,
+    FP32_BYTES,
+    INPUT,
+    MATRIX,
+    BatchShape,
+    Saved,
+    SequenceBlock,
+    activation_dtype,
+    linear_parameters,
+    norm_parameters,
     norm_saved,
 )  # fmt: skip
 from costmodel.ops import Op, activation, attention, elementwise, layer_norm, linear

@@ -2,7 +2,18 @@
 from __future__ import annotations
 
 from costmodel.blocks.base import (
-    CHEAP, DROPPED, FP32_BYTES, INPUT, MATRIX, BatchShape, Block, Saved, activation_dtype, linear_parameters, norm_parameters, norm_saved,
+    CHEAP,
+    DROPPED,
+    FP32_BYTES,
+    INPUT,
+    MATRIX,
+    BatchShape,
+    Block,
+    Saved,
+    activation_dtype,
+    linear_parameters,
+    norm_parameters,
+    norm_saved,
 )  # fmt: skip
 from costmodel.model import Head
 from costmodel.ops import Op, activation, elementwise, layer_norm, linear, op

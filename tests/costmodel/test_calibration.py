@@ -153,7 +153,7 @@ def test_a_bad_file_is_refused_naming_the_field(calibration, tmp_path, what, mes
 
 def test_another_devices_calibration_is_refused(calibration, tmp_path):
     calibration.save(tmp_path / "c.json")
-    with pytest.raises(ValueError, match="environment.device_name: measured on 'core', not on 'H200'"):
+    with pytest.raises(ValueError, match=r"environment.device_name: measured on 'core', not on 'H200'"):
         load(tmp_path / "c.json", device="H200")
     with pytest.raises(ValueError, match="no op samples"):
         fit(ENVIRONMENT, [])

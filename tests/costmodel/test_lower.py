@@ -78,7 +78,7 @@ def test_plans_that_do_not_fit_are_refused(make_plan):
             RegionPlan(region=r.region, options=(RegionOption(count=3),)) if r.region == "history.0" else r for r in plan.regions)), None)
     with pytest.raises(ValueError, match="plan regions"):
         lower(dataclasses.replace(plan, regions=plan.regions[1:]), None)
-    with pytest.raises(ValueError, match="without a placement: user.0"):
+    with pytest.raises(ValueError, match=r"without a placement: user.0"):
         lower(dataclasses.replace(plan, tables=tuple(t for t in plan.tables if t.table != "user.0")), None)
     with pytest.raises(ValueError, match="placed twice: liked"):
         lower(dataclasses.replace(plan, tables=(*plan.tables, plan.tables[-1])), None)
