@@ -5,9 +5,9 @@ One curve per (op, variant, phase, dtype, active ranks). With x = log(1 + featur
     r = max(FLOPs / peak, bytes / bandwidth) + c        c >= 0: the fixed cost, by relative least squares
     y = log(seconds / r)                                minus the logarithm of utilisation
 
-a curve is y(x) = mean + k(x, X) alpha with k = linear + Matern-3/2: a regularised log-linear trend plus a smooth local correction that goes through the points
-up to their noise (kriging). Length scale, trend weight and nugget are those with the least leave-one-out error, which is closed-form. Past the measured box
-the utilisation at its edge is held. A measured shape returns its measurement.
+a curve is y(x) = mean + k(x, X) alpha with k = linear + Matern-3/2: a regularised log-linear trend plus a smooth local correction that goes through
+the points up to their noise (kriging). Length scale, trend weight and nugget are those with the least leave-one-out error, which is closed-form.
+Past the measured box the utilisation at its edge is held. A measured shape returns its measurement.
 
 Block samples (`block:<kind>`) are compared with the sum of their ops: seconds = scale x sum + ops x glue; what autograd, Python and the caches add
 between ops. Runs that are scored never enter a fit.
@@ -128,8 +128,8 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float, trend: float) -> np.nda
 class Calibration:
     """Fitted curves of one device. `device`: the figures that utilisation refers to. `constants`: single figures (`samples.CONSTANTS`).
 
-    `compositions` maps `kind/phase/ranks`; `run_residuals` maps a phase (or `step`) to log(measured / predicted) of runs neither fitted nor scored; `stale`:
-    op kinds whose sources changed since, whose intervals are widened.
+    `compositions` maps `kind/phase/ranks`; `run_residuals` maps a phase (or `step`) to log(measured / predicted) of runs neither fitted nor scored;
+    `stale`: op kinds whose sources changed since, whose intervals are widened.
     """
 
     environment: Environment
@@ -182,8 +182,8 @@ class Calibration:
     def predict(self, op: Op, phase: str, *, active_ranks: int = 1, device: Device | None = None) -> OpTime:
         """Time of an op on `device` (default: the calibrated one). On another device the utilisation carries over and is marked extrapolated.
 
-        Without a curve for these keys the nearest relative stands in, marked extrapolated: another number of active ranks, then another variant, then another
-        dtype of the same kind and phase. With none, the roofline.
+        Without a curve for these keys the nearest relative stands in, marked extrapolated: another number of active ranks, then another variant,
+        then another dtype of the same kind and phase. With none, the roofline.
         """
         device = device or self.device
         key = (op, phase, active_ranks, device.name)
@@ -281,7 +281,8 @@ def _check_curve(where: str, curve: Curve) -> None:
         raise ValueError(f"{where}.op: unknown kind {curve.op!r}{suggest(curve.op, KINDS)}")
     if curve.features != KINDS[curve.op].features:
         missing = [f for f in KINDS[curve.op].features if f not in curve.features]
-        raise ValueError(f"{where}.features: {curve.op} needs {list(KINDS[curve.op].features)}; missing: {', '.join(missing) or 'none (other order)'}")
+        raise ValueError(f"{where}.features: {curve.op} needs {list(KINDS[curve.op].features)}; "
+                         f"missing: {', '.join(missing) or 'none (other order)'}")
     try:
         points, weights = np.array(curve.points, dtype=np.float64), np.array(curve.weights, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -298,8 +299,8 @@ def _check_curve(where: str, curve: Curve) -> None:
 
 
 def fit(environment: Environment, samples: Iterable[Sample], *, device: Device | None = None) -> Calibration:
-    """Curves, constants and block corrections from samples; held-out samples are left out. `device`: the datasheet that utilisation refers to, so that
-    curves carry over to other devices; without one, the best rates among the samples stand for its peaks.
+    """Curves, constants and block corrections from samples; held-out samples are left out. `device`: the datasheet that utilisation refers to, so
+    that curves carry over to other devices; without one, the best rates among the samples stand for its peaks.
 
     Raises ValueError when there is nothing to fit.
     """

@@ -2,15 +2,15 @@
 
     t = max(FLOPs / (peak u_c), bytes / (bandwidth u_m))
 
-A calibrated op is its utilisation curve times the same roofline (`costmodel.calibration`), so that a curve carries over to a device with another peak.
+A calibrated op is its utilisation curve times the same roofline (`costmodel.calibration`), so that a curve carries over to other peaks.
 """
 from __future__ import annotations
 
 from costmodel.cluster import Device
 from costmodel.ops import KINDS, Op
 
-# Utilisation of an op that nobody measured [Assumed: large shapes on Hopper reach 60-75 % of dense peak in GEMM, 40-60 % in jagged attention, and 70-90 % of
-# bandwidth in streaming ops (facts: published H100 tables); the middle of the lower half]. The interval below spans what was seen.
+# Utilisation of an op that nobody measured [Assumed: large shapes on Hopper reach 60-75 % of dense peak in GEMM, 40-60 % in jagged attention, and
+# 70-90 % of bandwidth in streaming ops (facts: published H100 tables); the middle of the lower half]. The interval below spans what was seen.
 DEFAULT_COMPUTE_UTILISATION = {"linear": 0.60, "attention": 0.40}
 DEFAULT_MEMORY_UTILISATION = 0.65
 RANDOM_ROWS_UTILISATION = 0.45

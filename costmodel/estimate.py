@@ -1,12 +1,13 @@
 """What a plan costs: step time with its breakdown, memory, what limits it, throughput and dollars - each with interval and source.
 
-    interval     within one curve errors add up, between curves they are independent: spread = sqrt(sum over curves (sum of seconds x width)^2); where the
-                 calibration holds residuals of at least `MINIMUM_RUNS` runs (neither fitted nor scored), their quantiles take its place, widened by how
-                 much of the time is extrapolated or worse
+    interval     within one curve errors add up, between curves they are independent: spread = sqrt(sum over curves (sum of seconds x width)^2);
+                 where the calibration holds residuals of at least `MINIMUM_RUNS` runs (neither fitted nor scored), their quantiles take its
+                 place, widened by how much of the time is extrapolated or worse
     phases       a run reports means over ranks, on which the slowest rank's extra work is waiting: phases are the average rank's, and the step
                  minus their sum is exposed communication
     local MFU    model FLOPs / (step without exposed communication and contention x dense peak of bf16, on a CPU of fp32)
-    limiting     the largest of: exposed communication by tier, input, host (launches and waits), compute and hbm_bandwidth (device time by its ops' roof)
+    limiting     the largest of: exposed communication by tier, input, host (launches and waits), compute and hbm_bandwidth
+                 (device time by its ops' roof)
 """
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from costmodel.quantity import SOURCES, Quantity, Source, worst
 from costmodel.simulate import Timeline, bound, simulate
 from costmodel.stepgraph import COMPUTE, PHASES
 
-# Relative half-width that a step keeps even where every op is well known: what no op curve holds (the machine's mood) [Assumed until runs say better].
+# Relative half-width that a step keeps even where every op is well known: what no op curve holds [Assumed until runs
+# say better].
 FLOOR_WIDTH = {"cpu": 0.12, "gpu": 0.06}
 MINIMUM_RUNS = 10
 COVERAGE = 0.90
@@ -39,8 +41,8 @@ class Estimate:
     """One plan's prediction. Seconds, bytes, FLOPs, dollars.
 
     phases sum to the step. limiting: e.g. `compute`, `hbm_bandwidth`, `communication:rdma`, `input`, `host`. flops_per_rank: model FLOPs of a step;
-    local_mfu with `mfu_peak` as its denominator [FLOP/s]. by_source: share of serial time by source. exposed: seconds by tier. imbalance: the slowest rank over the
-    average by what it counts.
+    local_mfu with `mfu_peak` as its denominator [FLOP/s]. by_source: share of serial time by source. exposed: seconds by tier. imbalance: the
+    slowest rank over the average by what it counts.
     """
 
     step_time: Quantity
@@ -60,7 +62,7 @@ class Estimate:
 
 
 def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simulated", "bound"] = "simulated") -> Estimate:
-    """Predicts one step of `plan`. Without a calibration every time is roofline. Raises ValueError where plan, model, workload and cluster do not fit."""
+    """Predicts one step of `plan`; without a calibration every time is roofline. Raises ValueError where the plan does not fit its own parts."""
     slowest = slowest_rank(plan)
     factors = {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest.sequences.items()}
     lowered = lower(plan, calibration, factors=factors)

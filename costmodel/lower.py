@@ -8,8 +8,9 @@ Per micro-batch, as the runtime issues it (runtime/trainer.py, runtime/paralleli
 The FSDP unit is a block. Dependencies of collectives:
 
     CPU (gloo)   the main thread issues a collective and waits for it: everything is one chain
-    GPU (NCCL)   all-gather of unit u waits for the compute before unit u - 1's (its buffer), and so runs beside unit u - 1's compute; reduce-scatter of u waits for
-                 u's backward, and the packing of the next unit's gradients for it, as only one is in flight; an all-reduce over ddp follows its
+    GPU (NCCL)   all-gather of unit u waits for the compute before unit u - 1's (its buffer), and so runs beside unit u - 1's compute;
+                 reduce-scatter of u waits for u's backward, and the packing of the next unit's gradients for it, as only one is in flight;
+                 an all-reduce over ddp follows its
                  reduce-scatter on the same stream. Where the host reads split sizes of an all-to-all, it waits for the device and loses its lead.
 
 A block's time is the sum of its ops' times under the calibration's correction of that block kind; a missing curve falls to the roofline and says so.
@@ -69,8 +70,8 @@ NO_COST = Cost(seconds=0.0, host_seconds=0.0, flops=0.0, bytes=0.0, compute_boun
 class Lowered:
     """A step graph with what an estimate needs beside it.
 
-    parts: (phase, curve, source, seconds, spread) by phase, curve and source: seconds in all and the 90 % error of that sum [s]; model_flops: of one rank
-    and step, by convention at true average lengths; compute_bound: seconds of ops whose roof is compute, not bandwidth.
+    parts: (phase, curve, source, seconds, spread) by phase, curve and source: seconds in all and the 90 % error of that sum [s]; model_flops: of
+    one rank and step, by convention at true average lengths; compute_bound: seconds of ops whose roof is compute, not bandwidth.
     """
 
     graph: StepGraph
@@ -254,8 +255,8 @@ class _Builder:
 
     def compute(self, name: str, cost: Cost, phase: str, region: str = "", deps: Sequence[int | None] = ()) -> int:
         """A run of ops on the compute stream, after the chain and `deps`."""
-        index = self.add(Task(name=name, stream=COMPUTE, seconds=cost.seconds, host_seconds=cost.host_seconds, deps=_deps(self.last, *deps), phase=phase,
-                              region=region, bytes=cost.bytes, flops=cost.flops, source=cost.source))
+        index = self.add(Task(name=name, stream=COMPUTE, seconds=cost.seconds, host_seconds=cost.host_seconds, phase=phase,
+                              deps=_deps(self.last, *deps), region=region, bytes=cost.bytes, flops=cost.flops, source=cost.source))
         self.parts += [(phase, *part) for part in cost.parts]
         self.compute_bound += cost.compute_bound
         self.last = index
@@ -268,8 +269,8 @@ class _Builder:
         if not cost.tier:
             return None
         chained = waits or not self.gpu
-        index = self.add(Task(name=name, stream=tier_stream(cost.tier), seconds=cost.seconds * share, deps=_deps(*deps, self.last if chained else None),
-                              phase="exposed_communication", region=region, kind="collective", bytes=num_bytes * share, source=cost.source,
+        index = self.add(Task(name=name, stream=tier_stream(cost.tier), seconds=cost.seconds * share,
+                              deps=_deps(*deps, self.last if chained else None), phase="exposed_communication", region=region, kind="collective", bytes=num_bytes * share, source=cost.source,
                               sm_fraction=cost.share if self.gpu else 0.0))
         self.parts.append(("exposed_communication", f"{kind}:{cost.tier}", cost.source, cost.seconds * share, MINIMUM_WIDTH[cost.source] + 0.08))
         if chained:
@@ -385,7 +386,8 @@ class _Builder:
         """The copies that make gathered parameters usable."""
         if not self.wrapped:
             return None
-        return self.compute(f"unshard {unit.region.name}", self.pricer.unit("fsdp_gather", unit.region.block), phase, unit.region.name, deps=(gather,))
+        cost = self.pricer.unit("fsdp_gather", unit.region.block)
+        return self.compute(f"unshard {unit.region.name}", cost, phase, unit.region.name, deps=(gather,))
 
     def backward(self, *, reduce: bool) -> list[int | None]:
         """Returns the reductions that the optimizer waits for."""
@@ -513,11 +515,12 @@ def _merged(parts: list[tuple[str, str, Source, float, float]]) -> tuple[tuple[s
 
 def _notes(plan: Plan, builder: _Builder) -> tuple[str, ...]:
     notes = []
-    missing = sorted({curve.removeprefix("roofline:") for _, curve, source, _, _ in builder.parts if source == "roofline" and curve.startswith("roofline:")})
+    missing = sorted({curve.removeprefix("roofline:") for _, curve, *_ in builder.parts if curve.startswith("roofline:")})
     if builder.pricer.calibration is not None and missing:
         notes.append(f"no measured curve for {', '.join(missing)}: roofline")
     if builder.pricer.calibration is None:
         notes.append(f"device {plan.cluster.device.name} is not calibrated: every op is roofline with assumed efficiencies")
     elif not builder.pricer.calibration.matches(plan.cluster.device):
-        notes.append(f"utilisation carried over from {builder.pricer.calibration.environment.device_name} to {plan.cluster.device.name}: extrapolated")
+        measured_on = builder.pricer.calibration.environment.device_name
+        notes.append(f"utilisation carried over from {measured_on} to {plan.cluster.device.name}: extrapolated")
     return tuple(notes)

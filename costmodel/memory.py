@@ -26,6 +26,7 @@ On a CPU there is no caching allocator and no context: allocated = reserved, tra
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.calibration import Calibration
@@ -135,7 +136,7 @@ def _unsharded(blocks: list[BlockMemory], plan: Plan) -> float:
     """The most unsharded parameters at once, and one block's unsharded gradient."""
     if not plan.layout.reshard_after_forward:
         return sum(b.unsharded for b in blocks) + max(b.unsharded for b in blocks)
-    pairs = [a.unsharded + b.unsharded for a, b in zip(blocks, blocks[1:])]
+    pairs = [a.unsharded + b.unsharded for a, b in itertools.pairwise(blocks)]
     return max(pairs, default=blocks[0].unsharded) + max(b.unsharded for b in blocks)
 
 

@@ -1,8 +1,8 @@
 """The op kinds: what a block lowers to, what the microbenchmark times, what the calibration holds a curve of.
 
-FLOPs: 2 per multiply-add of matrix products; backward = 2 x forward (design convention; a fused attention backward that recomputes scores executes 2.5 x,
-which its utilisation absorbs). Norms, activations and copies count 0 FLOPs and live by their bytes. Bytes: the least that must cross memory once, `e` = bytes
-of the dtype:
+FLOPs: 2 per multiply-add of matrix products; backward = 2 x forward (design convention; a fused attention backward that recomputes scores executes
+2.5 x, which its utilisation absorbs). Norms, activations and copies count 0 FLOPs and live by their bytes. Bytes: the least that must cross memory
+once, `e` = bytes of the dtype:
 
     linear            2mkn FLOPs;   e (mk + kn + mn)           backward 2 x both (dX and dW products)
     attention         4 pairs H d;  e 4 T H d                  backward 2 x FLOPs, e 8 T H d (q k v o do in, dq dk dv out)

@@ -21,8 +21,8 @@ def worst(sources: Iterable[Source]) -> Source:
 class Quantity:
     """`value` in SI units with a 90 % interval [`low`, `high`] and where it comes from.
 
-    Raises ValueError unless low <= value <= high. Adding two quantities adds both ends: errors of one calibration are treated as fully correlated, which is
-    never narrower than the truth.
+    Raises ValueError unless low <= value <= high. Adding two quantities adds both ends: errors of one calibration are treated as fully correlated,
+    which is never narrower than the truth.
     """
 
     value: float
@@ -45,7 +45,8 @@ class Quantity:
         return cls(value=value, low=value * max(0.0, 1.0 - below), high=value * (1.0 + above), source=source)
 
     def __add__(self, other: Quantity) -> Quantity:
-        return Quantity(value=self.value + other.value, low=self.low + other.low, high=self.high + other.high, source=worst((self.source, other.source)))
+        return Quantity(value=self.value + other.value, low=self.low + other.low, high=self.high + other.high,
+                        source=worst((self.source, other.source)))
 
     def scaled(self, factor: float) -> Quantity:
         """Times a non-negative number."""

@@ -140,7 +140,8 @@ def _placed_once(model: Model, placements: tuple[TablePlacement, ...]) -> dict[s
         raise ValueError(f"tables placed twice: {', '.join(twice[:5])}")
     missing, extra = [n for n in names if n not in placed], sorted(set(placed) - set(names))
     if missing or extra:
-        raise ValueError(f"tables without a placement: {', '.join(missing[:5]) or 'none'}; placements without a table: {', '.join(extra[:5]) or 'none'}")
+        raise ValueError(f"tables without a placement: {', '.join(missing[:5]) or 'none'}; "
+                         f"placements without a table: {', '.join(extra[:5]) or 'none'}")
     return placed
 
 

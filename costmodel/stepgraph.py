@@ -19,9 +19,10 @@ def tier_stream(tier: str) -> str:
 class Task:
     """Work of `seconds` on one stream, after every task in `deps` (indices of earlier tasks) has ended.
 
-    stream: `host`, `compute`, `h2d` or `tier:<name>`; a stream runs its tasks one at a time in list order. host_seconds: host time to launch the task, spent on
-    the host stream before it may start. phase: the phase whose main-thread time it is (one of PHASES; a collective's own phase is where a wait for it
-    would be felt). kind: `compute`, `collective`, `copy` or `host`. sm_fraction: share of the device that a collective takes from compute beside it.
+    stream: `host`, `compute`, `h2d` or `tier:<name>`; a stream runs its tasks one at a time in list order. host_seconds: host time to launch the
+    task, spent on the host stream before it may start. phase: the phase whose main-thread time it is (one of PHASES; a collective's own phase is
+    where a wait for it would be felt). kind: `compute`, `collective`, `copy` or `host`. sm_fraction: share of the device that a collective takes
+    from compute beside it.
     """
 
     name: str

@@ -7,8 +7,8 @@ Checkpoint policies, as the runtime executes them:
     full       only the block's input stays; the whole forward runs again
     quantized  as none, but every saved tensor of the activation dtype is stored in 8 bits with an fp32 scale per row
 
-A saved tensor has a level: INPUT stays under every policy, MATRIX under none and selective, CHEAP under none only, DROPPED only under selective (a matrix
-op's output that backward itself does not need, kept because the policy is by op). A tensor that two ops save is counted once; a block counts
+A saved tensor has a level: INPUT stays under every policy, MATRIX under none and selective, CHEAP under none only, DROPPED only under selective (a
+matrix op's output that backward itself does not need, kept because the policy is by op). A tensor that two ops save is counted once; a block counts
 its input, never its output (the consumer counts that).
 """
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The parts that every model has around its layer groups: sequence input, summary, MLPs (bottom and interaction), heads."""
 from __future__ import annotations
 
+import itertools
+
 from costmodel.blocks.base import (
     CHEAP,
     DROPPED,
@@ -112,7 +114,7 @@ class Heads(Block):
 
     def _pairs(self, head: Head) -> tuple[tuple[int, int], ...]:
         widths = (self.width, *head.hidden, 1)
-        return tuple(zip(widths, widths[1:]))
+        return tuple(itertools.pairwise(widths))
 
     def forward(self, batch: BatchShape, precision: str = "fp32") -> tuple[Op, ...]:
         rows, low = batch.samples, activation_dtype(precision)

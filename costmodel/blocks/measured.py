@@ -1,8 +1,8 @@
 """Blocks as the microbenchmark times them whole: from the features of a `block:<kind>` sample back to the block's ops.
 
-Features of a sequence block: its LayerGroup numbers (`heads`, `head_dim`, `mlp_dim`, `window`, `divisor`; absent: the default; `causal` 1 or 0), `dim`, and the
-batch: `samples`, `tokens`, `pairs`, `longest`. Of a fixed part: `sequence_input` width, num_tables, dim; `summary` dim; `mlp` concat (1 or 0) and
-`width0, width1, ...`; `heads` width, num_heads and `hidden0, ...` of each; with `samples` and, over events, `tokens`.
+Features of a sequence block: its LayerGroup numbers (`heads`, `head_dim`, `mlp_dim`, `window`, `divisor`; absent: the default; `causal` 1 or 0),
+`dim`, and the batch: `samples`, `tokens`, `pairs`, `longest`. Of a fixed part: `sequence_input` width, num_tables, dim; `summary` dim; `mlp` concat
+(1 or 0) and `width0, width1, ...`; `heads` width, num_heads and `hidden0, ...` of each; with `samples` and, over events, `tokens`.
 """
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def build_model(layers: tuple[LayerGroup, ...] = LAYERS, tables: tuple[TableGrou
                  interaction_hidden=(128, 64), heads=(Head(name="like", hidden=(32,)),), **fields)
 
 
-def build_plan(*, model: Model | None = None, device: Device = CPU, ranks: int = 2, fsdp: int | None = None, local_batch: int = 64, accumulation: int = 1,
+def build_plan(*, model: Model | None = None, device: Device = CPU, ranks: int = 2, fsdp: int | None = None, local_batch: int = 64,
+               accumulation: int = 1,
                precision: str = "fp32", checkpoint: str = "none", sharding: str = "row_wise", bandwidth: float = 2e9, lengths: Lengths = LENGTHS,
                layout: dict | None = None, **fields) -> Plan:
     model = model or build_model()

@@ -126,7 +126,8 @@ def test_a_layer_with_missing_or_meaningless_fields_is_refused(group, message):
 def test_a_measured_block_is_read_back_to_the_same_ops():
     shape = batch([30, 12, 7])
     blocks = [block_class(g)(g, 32, "history") for g in GROUPS.values()]
-    blocks += [SequenceInput("history", 40, 2, 32), Summary("history", 32), Mlp("x", 10, (16, 8), concat=True), Heads(8, (Head(name="a", hidden=(4,)),) * 2)]
+    blocks += [SequenceInput("history", 40, 2, 32), Summary("history", 32), Mlp("x", 10, (16, 8), concat=True),
+               Heads(8, (Head(name="a", hidden=(4,)),) * 2)]
     for block in blocks:
         assert measured_block_ops(block.kind, block_features(block, shape), "bf16") == block.forward(shape, "bf16")
     with pytest.raises(ValueError, match="tokens is missing"):

@@ -138,7 +138,8 @@ def _break(body, what):
 
 
 @pytest.mark.parametrize(("what", "message"), [
-    ("column", r"curves\[0\]\.features: elementwise needs .* missing: n"), ("kernel", r"curves\[0\]\.op: unknown kind 'lineer' \(did you mean 'linear'\?\)"),
+    ("column", r"curves\[0\]\.features: elementwise needs .* missing: n"),
+    ("kernel", r"curves\[0\]\.op: unknown kind 'lineer' \(did you mean 'linear'\?\)"),
     ("nan", r"curves\[0\]\.points"), ("infinite", r"curves\[0\]\.points: holds NaN or infinity"), ("row", r"curves\[0\]\.points"),
     ("newer", "schema_version: 99"), ("missing", "environment.device_name: missing"),
 ])

@@ -32,7 +32,8 @@ class Outer:
 outers = st.builds(
     Outer, name=st.text(max_size=5), ratio=st.floats(0, 1), inner=st.none() | st.builds(Inner, size=st.integers()), flag=st.booleans(),
     many=st.lists(st.builds(Inner, size=st.integers(), kind=st.sampled_from(["left", "right"])), max_size=3).map(tuple),
-    pair=st.tuples(st.integers(), st.text(max_size=3)), table=st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False), max_size=3))
+    pair=st.tuples(st.integers(), st.text(max_size=3)),
+    table=st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False), max_size=3))
 
 
 @settings(max_examples=40, deadline=None)

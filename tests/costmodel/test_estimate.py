@@ -27,7 +27,8 @@ def plans(draw):
     fsdp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= ranks]))
     group = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= ranks]))
     precision = draw(st.sampled_from(["fp32", "bf16"] + (["fp8_row"] if device is H200 else [])))
-    plan = build_plan(device=device, ranks=ranks, fsdp=fsdp, local_batch=draw(st.integers(1, 300)), accumulation=draw(st.integers(1, 3)), precision=precision,
+    plan = build_plan(device=device, ranks=ranks, fsdp=fsdp, local_batch=draw(st.integers(1, 300)), accumulation=draw(st.integers(1, 3)),
+                      precision=precision,
                       checkpoint=draw(POLICIES), sharding="row_wise", bandwidth=draw(st.sampled_from([1e8, 2e9, 1e11])),
                       layout={"sparse_group": group, "sparse_replicas": ranks // group, "reshard_after_forward": draw(st.booleans()),
                               "fully_sharded_2d": draw(st.booleans())},
