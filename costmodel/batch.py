@@ -1,0 +1,654 @@
+"""The bound of a step over arrays of candidates: what `estimate(plan, mode="bound")` gives for each, at millions of candidates in a few seconds.
+
+A candidate is a layout, a local batch, an accumulation, a batching policy, a transport and an execution mode; model, workload, cluster, options per
+region and calibration are those of a template plan. The bound of a graph (`costmodel.simulate.bound`) is a longest path plus what collectives take from
+compute phase by phase. Both come apart at the ends of phases, where one chain has waited for everything before it. There the state of a step is
+
+    d   when the device's chain is free      h   when the host is free      L   least end of the phase, contention counted
+
+and a phase maps it by sums and maxima alone: with D its device time, H its launch time and V its end when only launches hold it back,
+
+    d' = max(d + D, h + V)     h' = h + H     L' = max(d', L + compute + sum of share x seconds of its collectives)
+
+A phase's numbers depend on few columns, so they are made once for each combination that occurs, and spread by index:
+
+    blocks   (local batch, policy, ranks)                         forward, backward, recomputation of every distinct block
+    moves    (fsdp, ddp, transport)                               gathers, reductions, optimizer
+    dense    blocks x moves x (reshard, execution)                the recurrences of `costmodel.lower` over all blocks, as arrays
+    sparse   (blocks) x (sparse layout, accumulation, transport)  the chains of exchange, lookup and update
+
+The last micro-batch also reduces gradients: its reductions run beside the sparse phase, hold back exchanges on their tier, and end before AdamW.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from costmodel.calibration import Calibration
+from costmodel.comms import network
+from costmodel.contention import RATE_FLOOR
+from costmodel.imbalance import slowest_rank
+from costmodel.lower import Factors, _Builder, _Unit, batch_shape, needs_fsdp, pricer
+from costmodel.ops import BACKWARD, FORWARD, op
+from costmodel.plan import Layout, Plan
+from costmodel.sparse import TableLoads, table_loads
+from costmodel.stepgraph import COMPUTE, H2D, HOST, Task
+
+LAYOUT_COLUMNS = ("ddp", "fsdp", "ep", "sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "reshard_after_forward")
+COLUMNS = (*LAYOUT_COLUMNS, "local_batch", "accumulation", "batching", "transport", "execution")
+_NEVER = -1e30
+# Streams whose collectives may run at once: each is charged its even part of what the rate floor leaves (see `simulate.bound`); 1, 2, 3 or 4 of them.
+_CAPS = np.array([(1.0 - RATE_FLOOR) / n for n in (1, 2, 3, 4)])
+_CHUNK = 1 << 14
+_NOTHING = Task(name="", stream=COMPUTE, seconds=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Arrays `(n,)` of one phase: D, V, H as above, `compute` seconds, and `taken` `(n, 4)` by how many streams share the rate floor."""
+
+    D: np.ndarray
+    V: np.ndarray
+    H: np.ndarray
+    compute: np.ndarray
+    taken: np.ndarray
+
+    def at(self, index: np.ndarray, cap: np.ndarray) -> _At:
+        return _At(D=self.D[index], V=self.V[index], H=self.H[index], W=self.compute[index] + self.taken[index, cap])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _At:
+    """A phase spread over candidates; W = compute + taken."""
+
+    D: np.ndarray
+    V: np.ndarray
+    H: np.ndarray
+    W: np.ndarray
+
+    def after(self, d: np.ndarray, h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.maximum(d + self.D, h + self.V), h + self.H
+
+    def sliced(self, part: slice) -> _At:
+        return _At(D=self.D[part], V=self.V[part], H=self.H[part], W=self.W[part])
+
+
+class BatchBound:
+    """Bounds of candidates around a template plan.
+
+    batchings, transports, executions: what the codes in those columns mean. loads: what ranks hold and serve, from a plan and events by sequence
+    (default: the template's own placements, which must then fit every sparse group, as `row_wise` over all ranks does).
+    """
+
+    def __init__(self, template: Plan, calibration: Calibration | None, *, batchings: Sequence[str], transports: Sequence[str],
+                 executions: Sequence[str], loads: Callable[[Plan, dict[str, float]], TableLoads] = table_loads) -> None:
+        self.template, self.calibration, self.loads = template, calibration, loads
+        self.codes = {"batching": tuple(batchings), "transport": tuple(transports), "execution": tuple(executions)}
+        self.gpu = template.cluster.device.kind == "gpu"
+
+    def seconds(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        """`(n,)` bounds [s]. Raises ValueError for a missing or unequal column, or a candidate that does not fit the cluster."""
+        columns = _checked(columns)
+        return _Evaluation(self, columns).seconds()
+
+    def plan(self, columns: Mapping[str, np.ndarray], i: int) -> Plan:
+        """Candidate i as a plan: what `estimate` takes."""
+        layout = {name: columns[name][i].item() for name in LAYOUT_COLUMNS}
+        layout["fully_sharded_2d"], layout["reshard_after_forward"] = bool(layout["fully_sharded_2d"]), bool(layout["reshard_after_forward"])
+        coded: dict[str, Any] = {name: meaning[int(columns[name][i])] for name, meaning in self.codes.items()}
+        return dataclasses.replace(self.template, layout=Layout(**layout), local_batch=int(columns["local_batch"][i]),
+                                   accumulation=int(columns["accumulation"][i]), **coded)
+
+
+def _checked(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    missing = [name for name in COLUMNS if name not in columns]
+    if missing:
+        raise ValueError(f"candidates: columns {', '.join(missing)} are missing")
+    found = {name: np.asarray(columns[name]).astype(np.int64, copy=False) for name in COLUMNS}
+    sizes = {name: len(values) for name, values in found.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"candidates: columns differ in length: {sizes}")
+    if sizes["ddp"] == 0:
+        raise ValueError("candidates: none given")
+    return found
+
+
+class _Keys:
+    """Distinct combinations of columns: `of` `(n,)` which one each candidate has, `first` a candidate of each."""
+
+    def __init__(self, *parts: np.ndarray) -> None:
+        code, size = np.zeros(len(parts[0]), dtype=np.int64), 1
+        for part in parts:
+            ranks, count = _ranks(part)
+            if size * count > 1 << 24:
+                code, size = _ranks(code)
+            code, size = code * count + ranks, size * count
+        self.of, self.count = _ranks(code)
+        self.first = np.empty(self.count, dtype=np.int64)
+        self.first[self.of[::-1]] = np.arange(len(self.of) - 1, -1, -1)
+
+
+def _ranks(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """(rank of each value among the distinct ones, how many these are); a table look-up where the values are small."""
+    low, high = int(values.min()), int(values.max())
+    if high - low < 1 << 24:
+        seen = np.zeros(high - low + 1, dtype=bool)
+        seen[values - low] = True
+        rank = np.cumsum(seen) - 1
+        return rank[values - low], int(rank[-1]) + 1
+    distinct, which = np.unique(values, return_inverse=True)
+    return which, len(distinct)
+
+
+# --- chains of tasks as phases ---
+
+def _taken(share: float, seconds: float) -> np.ndarray:
+    """Seconds of compute that a collective takes, under each cap."""
+    return np.minimum(share, _CAPS) * seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Chains:
+    """Chains of tasks that wait for one another in order, `(n,)`; V and H `(n, modes)` by execution mode, whose launches are `modes` times eager ones."""
+
+    D: np.ndarray
+    V: np.ndarray
+    H: np.ndarray
+    compute: np.ndarray
+    taken: np.ndarray
+
+    @classmethod
+    def of(cls, chains: Sequence[Sequence[Task]], modes: np.ndarray) -> _Chains:
+        rows, taken = [], []
+        for tasks in chains:
+            host, end = np.zeros(len(modes)), np.full(len(modes), _NEVER)
+            for task in tasks:
+                host = host + task.host_seconds * modes
+                end = np.maximum(end, host) + task.seconds
+            rows.append([sum(t.seconds for t in tasks), sum(t.seconds for t in tasks if t.stream == COMPUTE), *end, *host])
+            taken.append(sum((_taken(t.sm_fraction, t.seconds) for t in tasks), np.zeros(len(_CAPS))))
+        table, n = np.array(rows), len(modes)
+        return cls(D=table[:, 0], compute=table[:, 1], V=table[:, 2:2 + n], H=table[:, 2 + n:], taken=np.array(taken))
+
+    def at(self, index: np.ndarray, mode: np.ndarray, cap: np.ndarray) -> _At:
+        return _At(D=self.D[index], V=self.V[index, mode], H=self.H[index, mode], W=self.compute[index] + self.taken[index, cap])
+
+
+class _Evaluation:
+    """One call: keys, tables, then candidates in chunks."""
+
+    def __init__(self, owner: BatchBound, columns: dict[str, np.ndarray]) -> None:
+        self.owner, self.columns = owner, columns
+        c = columns
+        self.ranks = c["ddp"] * c["fsdp"]
+        widest = int(self.ranks.max())
+        if widest > owner.template.cluster.num_ranks:
+            raise ValueError(f"candidates: a layout needs {widest} ranks, cluster {owner.template.cluster.name} has {owner.template.cluster.num_ranks}")
+        uneven = np.flatnonzero(c["sparse_group"] * c["sparse_replicas"] != self.ranks)
+        if len(uneven):
+            raise ValueError(f"candidates: candidate {int(uneven[0])}: sparse_group x sparse_replicas is not ddp x fsdp")
+        self.blocks = _Keys(c["local_batch"], c["batching"], self.ranks)
+        self.moves = _Keys(c["fsdp"], c["ddp"], c["transport"])
+        self.dense = _Keys(self.blocks.of, self.moves.of, c["reshard_after_forward"], c["execution"])
+        self.sparse = _Keys(self.blocks.of, c["accumulation"], c["sparse_group"], c["sparse_replicas"], c["fully_sharded_2d"], c["sync_every"],
+                            c["transport"])
+        self.tiers: dict[str, int] = {"": 0}
+        # launches of each execution mode over eager ones
+        self.modes = np.array([pricer(dataclasses.replace(owner.template, execution=name), owner.calibration)._launch(1.0)
+                               for name in owner.codes["execution"]])
+
+    def seconds(self) -> np.ndarray:
+        blocks, slow = _block_table(self)
+        dense = _dense_table(self, blocks, _move_table(self))
+        sparse = _sparse_table(self)
+        out = np.empty(len(self.ranks))
+        # candidates with equal accumulation side by side, so that a chunk runs as many micro-batches as it needs
+        order = np.argsort(self.columns["accumulation"], kind="stable")
+        for begin in range(0, len(order), _CHUNK):
+            part = order[begin:begin + _CHUNK]
+            out[part] = _combine(self, part, dense, sparse) * slow[self.blocks.of[part]]
+        return out
+
+    def plan(self, i: int) -> Plan:
+        return self.owner.plan(self.columns, int(i))
+
+    def builder(self, plan: Plan, loads: TableLoads | None = None) -> _Builder:
+        """The lowering's own builder: tasks are made there, and only there."""
+        batch = batch_shape(plan, self.factors(plan))
+        shared = pricer(plan, self.owner.calibration)
+        shared.keep(batch)
+        empty = TableLoads(weights=np.zeros(1), state=np.zeros(1), host_weights=np.zeros(1), served=np.zeros(1), held={})
+        return _Builder(plan, shared, network(plan.cluster, self.owner.calibration, plan.transport), batch, loads if loads is not None else empty)
+
+    def factors(self, plan: Plan) -> dict[str, Factors]:
+        return {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest_rank(plan).sequences.items()}
+
+    def tier(self, name: str) -> int:
+        return self.tiers.setdefault(name, len(self.tiers))
+
+
+# --- tables ---
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocks:
+    """Distinct units and which of them each block of the model is; `(keys, units)` seconds and eager launch seconds; loss `(keys, 4)`: forward,
+    backward, and the launches of each."""
+
+    units: tuple[_Unit, ...]
+    place: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+    again: np.ndarray
+    launch: np.ndarray
+    loss: np.ndarray
+    wrapped: np.ndarray
+
+
+def _block_table(run: _Evaluation) -> tuple[_Blocks, np.ndarray]:
+    """The blocks of every block key, and the slow node's factor of each."""
+    rows, losses, wrapped, slow = [], [], [], []
+    units: tuple[_Unit, ...] = ()
+    place = np.zeros(0, dtype=np.int64)
+    for i in run.blocks.first:
+        plan = dataclasses.replace(run.plan(i), execution="eager")
+        made = run.builder(plan)
+        distinct = {(u.region.name, u.precision, u.checkpoint): u for u in made.units}
+        units, names = tuple(distinct.values()), list(distinct)
+        place = np.array([names.index((u.region.name, u.precision, u.checkpoint)) for u in made.units])
+        row = []
+        for unit in units:
+            block = unit.region.block
+            costs = [made.pricer.block(block, made.batch, unit.precision, FORWARD), made.pricer.block(block, made.batch, unit.precision, BACKWARD),
+                     made.pricer.recompute(block, made.batch, unit.precision, unit.checkpoint)]
+            row.append([c.seconds for c in costs] + [c.host_seconds for c in costs])
+        rows.append(row)
+        bce = [made.pricer.ops([op("bce", m=made.batch.samples * len(plan.model.heads))], phase) for phase in (FORWARD, BACKWARD)]
+        losses.append([c.seconds for c in bce] + [c.host_seconds for c in bce])
+        wrapped.append(needs_fsdp(plan))
+        slow.append(slowest_rank(plan).slow_node)
+    table = np.array(rows)
+    return _Blocks(units=units, place=place, forward=table[:, :, 0], backward=table[:, :, 1], again=table[:, :, 2], launch=table[:, :, 3:],
+                   loss=np.array(losses), wrapped=np.array(wrapped)), np.array(slow)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Moves:
+    """By move key and distinct unit `(keys, units)`: seconds and shares of gather, scatter, all-reduce; seconds and launches of unshard and pack;
+    tiers `(keys, 2)` of fsdp and ddp; optimizer `(keys, 3)`: AdamW's seconds, its launch, seconds after it."""
+
+    gather: np.ndarray
+    scatter: np.ndarray
+    summed: np.ndarray
+    shares: np.ndarray
+    copies: np.ndarray
+    tiers: np.ndarray
+    optimizer: np.ndarray
+
+
+def _move_table(run: _Evaluation) -> _Moves:
+    rows, tiers, optimizers = [], [], []
+    for i in run.moves.first:
+        made = run.builder(dataclasses.replace(run.plan(i), execution="eager"))
+        distinct = {(u.region.name, u.precision, u.checkpoint): u for u in made.units}
+        row, names = [], ["", ""]
+        for unit in distinct.values():
+            found: dict[str, Task] = {}
+            if made.wrapped:
+                made.last, begin = None, len(made.tasks)
+                made.unshard(unit, made.gather(unit, None), "forward")
+                made.reduce(unit, None, None)
+                found = {t.name.removesuffix(unit.region.name).strip(): t for t in made.tasks[begin:]}
+            moves = [found.get(name, _NOTHING) for name in ("gather", "reduce", "all-reduce", "unshard", "pack gradients")]
+            row.append([t.seconds for t in moves] + [t.sm_fraction for t in moves[:3]] + [t.host_seconds for t in moves[3:]])
+            names[0] = moves[0].stream if moves[0].stream != COMPUTE else names[0]
+            names[1] = moves[2].stream if moves[2].stream != COMPUTE else names[1]
+        made.last, begin = None, len(made.tasks)
+        made.optimizer([])
+        adamw, rest = made.tasks[begin:]
+        rows.append(row)
+        tiers.append([run.tier(n) for n in names])
+        optimizers.append([adamw.seconds, adamw.host_seconds, rest.seconds])
+    table = np.array(rows)
+    return _Moves(gather=table[:, :, 0], scatter=table[:, :, 1], summed=table[:, :, 2], copies=table[:, :, [3, 4, 8, 9]], shares=table[:, :, 5:8],
+                  tiers=np.array(tiers), optimizer=np.array(optimizers))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Dense:
+    """By dense key: phases forward and backward without and with reductions; ends of the last scatter and all-reduce `(keys, 2)` after device (0)
+    and launches (1) alone; left `(keys, 3, 4)`: what reductions that outlive backward take, the first block's scatter, its all-reduce, other
+    all-reduces; tiers of fsdp and ddp `(keys, 2)`, whether their collectives take from compute; optimizer as in `_Moves`."""
+
+    forward: Phase
+    backward: Phase
+    last: Phase
+    scattered: np.ndarray
+    summed: np.ndarray
+    left: np.ndarray
+    tiers: np.ndarray
+    lossy: np.ndarray
+    optimizer: np.ndarray
+
+
+def _dense_table(run: _Evaluation, blocks: _Blocks, moves: _Moves) -> _Dense:
+    first = run.dense.first
+    b, m = run.blocks.of[first], run.moves.of[first]
+    parts = _DenseParts(blocks=blocks, moves=moves, b=b, m=m, again=run.columns["reshard_after_forward"][first].astype(bool),
+                        launch=run.modes[run.columns["execution"][first]], scatters=run.columns["fsdp"][first] > 1,
+                        sums=run.columns["ddp"][first] > 1, gpu=run.owner.gpu)
+    return parts.table()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _DenseParts:
+    """The recurrences over blocks, for all dense keys at once. State arrays are `(2, keys)`: device alone and launches alone."""
+
+    blocks: _Blocks
+    moves: _Moves
+    b: np.ndarray
+    m: np.ndarray
+    again: np.ndarray
+    launch: np.ndarray
+    scatters: np.ndarray
+    sums: np.ndarray
+    gpu: bool
+
+    def table(self) -> _Dense:
+        forward = self._forward()
+        backward, *_ = self._backward(reduce=False)
+        last, scattered, summed, left = self._backward(reduce=True)
+        tiers = self.moves.tiers[self.m]
+        shares = self.moves.shares[self.m]
+        lossy = np.stack([self.scatters & ((shares[:, :, :2] > 0).any(axis=(1, 2))), self.sums & (shares[:, :, 2] > 0).any(axis=1)], axis=1)
+        optimizer = self.moves.optimizer[self.m].copy()
+        optimizer[:, 1] *= self.launch
+        return _Dense(forward=forward, backward=backward, last=last, scattered=scattered, summed=summed, left=left,
+                      tiers=tiers, lossy=lossy, optimizer=optimizer)
+
+    def _unit(self, u: int) -> dict[str, np.ndarray]:
+        """Everything of distinct unit u, `(keys,)` each."""
+        blocks, moves, b, m = self.blocks, self.moves, self.b, self.m
+        launch, copies = blocks.launch[b, u] * self.launch[:, None], moves.copies[m, u]
+        return {"forward": blocks.forward[b, u], "backward": blocks.backward[b, u], "again": blocks.again[b, u], "forward host": launch[:, 0],
+                "backward host": launch[:, 1], "again host": launch[:, 2], "gather": moves.gather[m, u], "scatter": moves.scatter[m, u],
+                "summed": moves.summed[m, u], "unshard": copies[:, 0], "pack": copies[:, 1], "unshard host": copies[:, 2] * self.launch,
+                "pack host": copies[:, 3] * self.launch, "share gather": moves.shares[m, u, 0], "share scatter": moves.shares[m, u, 1],
+                "share summed": moves.shares[m, u, 2]}
+
+    def _start(self) -> tuple[np.ndarray, np.ndarray]:
+        """(d, h) of the two passes: device free at 0 and launches never in the way, and the other way round."""
+        n = len(self.b)
+        return np.stack([np.zeros(n), np.full(n, _NEVER)]), np.stack([np.full(n, _NEVER), np.zeros(n)])
+
+    def _units(self) -> list[dict[str, np.ndarray]]:
+        made = {int(u): self._unit(int(u)) for u in np.unique(self.blocks.place)}
+        return [made[int(u)] for u in self.blocks.place]
+
+    def _chained(self, times: np.ndarray) -> Phase:
+        """A phase of a CPU, whose one thread issues each collective and waits for it: a sum."""
+        zero = np.zeros(len(times))
+        return Phase(D=times, V=zero + _NEVER, H=zero, compute=zero, taken=np.zeros((len(times), len(_CAPS))))
+
+    def _forward(self) -> Phase:
+        loss = self.blocks.loss[self.b]
+        wrapped = self.blocks.wrapped[self.b]
+        if not self.gpu:
+            each = (u["forward"] + wrapped * (u["unshard"] + u["gather"] * self.scatters) for u in self._units())
+            return self._chained(sum(each, loss[:, 0]))
+        d, h = self._start()
+        begun, tier = d, d
+        compute, taken, device = np.zeros(len(self.b)), np.zeros((len(self.b), len(_CAPS))), d
+        for unit in self._units():
+            device = d
+            # gather: behind the block before the last one, on its tier; without fsdp nothing is gathered
+            tier = np.where(self.scatters, np.maximum(np.maximum(tier, begun), h) + unit["gather"], _NEVER)
+            h = h + unit["unshard host"]
+            d = np.where(wrapped, np.maximum(np.maximum(d, h), tier) + unit["unshard"], d)
+            h = h + unit["forward host"]
+            d = np.maximum(d, h) + unit["forward"]
+            begun = device
+            compute = compute + unit["unshard"] + unit["forward"]
+            self._take_where(taken, unit, "gather", self.scatters)
+        h = h + loss[:, 2] * self.launch
+        d = np.maximum(d, h) + loss[:, 0]
+        return Phase(D=d[0], V=d[1], H=h[1], compute=compute + loss[:, 0], taken=taken)
+
+    def _backward(self, *, reduce: bool) -> tuple[Phase, np.ndarray, np.ndarray, np.ndarray]:
+        d, h = self._start()
+        n = len(self.b)
+        compute, taken = np.zeros(n), np.zeros((n, len(_CAPS)))
+        left = np.zeros((n, 3, len(_CAPS)))
+        wrapped = self.blocks.wrapped[self.b]
+        regathers, scatters, sums = self.again & self.scatters & wrapped, self.scatters & wrapped & reduce, self.sums & wrapped & reduce
+        copies = self.again & wrapped
+        one_tier = (self.moves.tiers[self.m, 0] == self.moves.tiers[self.m, 1]) & self.scatters & self.sums
+        units = self._units()[::-1]
+        if not self.gpu:
+            each = (u["again"] + u["backward"] + copies * u["unshard"] + regathers * u["gather"] + scatters * u["scatter"] + sums * u["summed"]
+                    + (wrapped & reduce) * u["pack"] for u in units)
+            never = np.full((n, 2), _NEVER)
+            return self._chained(sum(each, self.blocks.loss[self.b][:, 1])), never, never, left
+        tier = d  # of fsdp; that of ddp while it is another
+        other = d
+        scattered, reduced, summed = (np.full((2, n), _NEVER) for _ in range(3))
+        loss = self.blocks.loss[self.b]
+        h = h + loss[:, 3] * self.launch
+        tier = np.where(regathers, np.maximum(tier, h) + units[0]["gather"], tier)
+        gathered = np.where(regathers, tier, _NEVER)
+        self._take_where(taken, units[0], "gather", regathers)
+        d = np.maximum(d, h) + loss[:, 1]
+        compute = compute + loss[:, 1]
+        for at, unit in enumerate(units):
+            start = d
+            h = h + np.where(copies, unit["unshard host"], 0.0)
+            d = np.where(copies, np.maximum(np.maximum(d, h), gathered) + unit["unshard"], d)
+            if at + 1 < len(units):
+                following = units[at + 1]
+                tier = np.where(regathers, np.maximum(np.maximum(tier, start), h) + following["gather"], tier)
+                gathered = np.where(regathers, tier, _NEVER)
+                self._take_where(taken, following, "gather", regathers)
+            h = h + unit["again host"]
+            d = np.where(unit["again"] > 0, np.maximum(d, h) + unit["again"], d)
+            h = h + unit["backward host"]
+            d = np.maximum(d, h) + unit["backward"]
+            compute = compute + np.where(copies, unit["unshard"], 0.0) + unit["again"] + unit["backward"]
+            if not reduce:
+                continue
+            h = h + np.where(wrapped, unit["pack host"], 0.0)
+            d = np.where(wrapped, np.maximum(np.maximum(d, h), scattered) + unit["pack"], d)
+            compute = compute + np.where(wrapped, unit["pack"], 0.0)
+            end = np.maximum(np.maximum(np.maximum(d, reduced), tier), h) + unit["scatter"]
+            scattered = np.where(scatters, end, scattered)
+            tier = np.where(scatters, end, tier)
+            free = np.where(one_tier, tier, other)
+            end = np.maximum(np.maximum(np.maximum(d, np.where(scatters, scattered, _NEVER)), free), h) + unit["summed"]
+            summed = np.where(sums, end, summed)
+            other = np.where(sums, end, other)
+            tier = np.where(one_tier & sums, end, tier)
+            reduced = np.where(sums, summed, scattered)
+            # a reduction is felt within backward when a later pack waits for it: a scatter by the next one, an all-reduce by the one after
+            later = len(units) - 1 - at
+            self._take_where(taken if later else left[:, 0], unit, "scatter", scatters)
+            self._take_where(taken, unit, "summed", sums & scatters & (later >= 2))
+            self._take_where(left[:, 2] if later else left[:, 1], unit, "summed", sums & ~(scatters & (later >= 2)))
+        return Phase(D=d[0], V=d[1], H=h[1], compute=compute, taken=taken), scattered.T, summed.T, left
+
+    def _take_where(self, taken: np.ndarray, unit: dict[str, np.ndarray], name: str, present: np.ndarray) -> None:
+        taken += np.where(present[:, None], np.minimum(unit[f"share {name}"][:, None], _CAPS) * unit[name][:, None], 0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Sparse:
+    """By sparse key: copy of the input [s]; the chains before the splits are read and after (`synced`: whether they are); behind backward, by `_TAIL`:
+    seconds, eager launch seconds `(keys, 5)` and what is taken of compute `(keys, 5, 4)`; tiers `(keys, 2)` of exchange and replicas, and whether
+    their collectives take from compute."""
+
+    copy: np.ndarray
+    before: _Chains
+    after: _Chains
+    synced: np.ndarray
+    tail: np.ndarray
+    launch: np.ndarray
+    taken: np.ndarray
+    tiers: np.ndarray
+    lossy: np.ndarray
+
+
+_TAIL = ("gather gradients", "gradients", "tables gather backward", "update", "average")
+_GATHER, _EXCHANGE, _TABLES, _UPDATE, _AVERAGE = range(5)
+
+
+def _sparse_table(run: _Evaluation) -> _Sparse:
+    rows = [_sparse_row(run, run.plan(i)) for i in run.sparse.first]
+    return _Sparse(before=_Chains.of([r["before"] for r in rows], run.modes), after=_Chains.of([r["after"] for r in rows], run.modes),
+                   **{name: np.array([r[name] for r in rows]) for name in ("copy", "synced", "tail", "launch", "taken", "tiers", "lossy")})
+
+
+def _sparse_row(run: _Evaluation, plan: Plan) -> dict[str, Any]:
+    plan = dataclasses.replace(plan, execution="eager")
+    shape = batch_shape(plan, run.factors(plan))
+    made = run.builder(plan, run.owner.loads(plan, {name: s.tokens for name, s in shape.sequences.items()}))
+    made.input()
+    head = made.tasks[0]
+    ahead, begin = ([], len(made.tasks)) if head.stream == H2D else ([head], 1)
+    made.sparse_forward()
+    chain = made.tasks[begin:]
+    cut = next((i for i, t in enumerate(chain) if t.stream == HOST), None)
+    begin = len(made.tasks)
+    made.sparse_backward(True)
+    tail = {("average" if t.name in ("tables average", "tables scatter") else t.name): t for t in made.tasks[begin:]}
+    assert set(tail) <= set(_TAIL), f"tasks of the sparse backward that the batch does not know: {sorted(set(tail) - set(_TAIL))}"
+    parts = [tail.get(name, _NOTHING) for name in _TAIL]
+    replicas = parts[_TABLES] if parts[_TABLES].seconds else parts[_AVERAGE]
+    names = [t.stream if t.stream != COMPUTE else "" for t in (parts[_EXCHANGE], replicas)]
+    return {"copy": head.seconds if head.stream == H2D else 0.0, "synced": cut is not None, "before": ahead + (chain if cut is None else chain[:cut]),
+            "after": [] if cut is None else chain[cut + 1:], "tail": [t.seconds for t in parts], "launch": [t.host_seconds for t in parts],
+            "taken": [_taken(t.sm_fraction, t.seconds) for t in parts], "tiers": [run.tier(n) for n in names],
+            "lossy": [any(t.sm_fraction and t.seconds and t.stream == name for t in (*chain, *parts)) for name in names]}
+
+
+# --- candidates ---
+
+def _combine(run: _Evaluation, part: np.ndarray, dense: _Dense, sparse: _Sparse) -> np.ndarray:
+    """Bounds of candidates `part`, sorted by accumulation, before slow nodes."""
+    j, k, mode, micros = run.dense.of[part], run.sparse.of[part], run.columns["execution"][part], run.columns["accumulation"][part]
+    cap = _streams(dense, sparse, j, k) - 1
+    before, after = sparse.before.at(k, mode, cap), sparse.after.at(k, mode, cap)
+    forward, backward = dense.forward.at(j, cap), dense.backward.at(j, cap)
+    copy, synced, tail = sparse.copy[k], sparse.synced[k], sparse.tail[k]
+    launch, taken = sparse.launch[k] * run.modes[mode][:, None], np.take_along_axis(sparse.taken[k], cap[:, None, None], axis=2)[..., 0]
+    last = _Last.of(dense, sparse, j, k, cap, launch, taken)
+    out = np.empty(len(part))
+    copied, d, h, L = (np.zeros(len(part)) for _ in range(4))
+    exchanged = np.zeros(len(part))  # what the exchange of gradients of the micro-batch before takes of compute
+    finished = 0
+    for micro in range(int(micros[-1])):
+        # input: the copy, and the wait for it
+        copied = np.maximum(copied, h) + copy
+        d = np.maximum(np.maximum(d, h), copied)
+        L = np.maximum(d, L + exchanged)
+        d, h = before.after(d, h)
+        h = np.where(synced, np.maximum(h, d), h)
+        d, h = after.after(d, h)
+        L = np.maximum(d, L + before.W + after.W)
+        d, h = forward.after(d, h)
+        L = np.maximum(d, L + forward.W)
+        done = int(np.searchsorted(micros[finished:], micro + 1, side="right"))
+        if done:
+            ready, rest = slice(0, done), slice(done, None)
+            out[finished:finished + done] = last.sliced(ready).seconds(d[ready], h[ready], L[ready])
+            finished += done
+            before, after, forward, backward, last = (x.sliced(rest) for x in (before, after, forward, backward, last))
+            copied, d, h, L, copy, synced, tail, launch, taken = (x[rest] for x in (copied, d, h, L, copy, synced, tail, launch, taken))
+        d, h = backward.after(d, h)
+        L = np.maximum(d, L + backward.W)
+        h = h + launch[:, _GATHER]
+        d = np.maximum(d, h) + tail[:, _GATHER]
+        L = np.maximum(d, L + tail[:, _GATHER])
+        d = np.maximum(d, h) + tail[:, _EXCHANGE]
+        exchanged = taken[:, _EXCHANGE]
+    return out
+
+
+def _streams(dense: _Dense, sparse: _Sparse, j: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """How many tiers carry collectives that take from compute, at least 1."""
+    tiers = np.concatenate([dense.tiers[j], sparse.tiers[k]], axis=1)
+    lossy = np.concatenate([dense.lossy[j], sparse.lossy[k]], axis=1)
+    count = np.zeros(len(j), dtype=np.int64)
+    for at in range(4):
+        seen = np.zeros(len(j), dtype=bool)
+        for earlier in range(at):
+            seen |= lossy[:, earlier] & (tiers[:, earlier] == tiers[:, at])
+        count += lossy[:, at] & ~seen
+    return np.maximum(count, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Last:
+    """The last micro-batch from backward on. scattered, summed `(n, 2)`: ends of the last reductions by device and by launches; felt: whether the sparse
+    phase waits for them; left `(n, 4)`: what is taken by the first block's scatter and all-reduce and by all that outlive backward, of each kind."""
+
+    backward: _At
+    scattered: np.ndarray
+    summed: np.ndarray
+    waits: np.ndarray
+    own: np.ndarray
+    own_felt: np.ndarray
+    outliving: np.ndarray
+    outliving_felt: np.ndarray
+    tail: np.ndarray
+    launch: np.ndarray
+    taken: np.ndarray
+    optimizer: np.ndarray
+
+    @classmethod
+    def of(cls, dense: _Dense, sparse: _Sparse, j: np.ndarray, k: np.ndarray, cap: np.ndarray, launch: np.ndarray, taken: np.ndarray) -> _Last:
+        tail = sparse.tail[k]
+        tiers, used = dense.tiers[j], sparse.tiers[k]
+        # exchanges queue behind reductions of their own tier: (exchange, replicas) x (scatter, all-reduce)
+        waits = np.stack([(used[:, a] == tiers[:, b]) & (used[:, a] > 0) for a in (0, 1) for b in (0, 1)], axis=1)
+        exchange, gathers = tail[:, _EXCHANGE] > 0, tail[:, _TABLES] > 0
+        summed = (waits[:, 1] & exchange) | (waits[:, 3] & gathers)
+        has_sum, has_scatter = dense.summed[j, 0] > 0, dense.scattered[j, 0] > 0
+        scattered = (waits[:, 0] & exchange) | (waits[:, 2] & gathers) | (summed & has_sum)
+        left = {name: values[j, cap] for name, values in (("own scatter", dense.left[:, 0]), ("own sum", dense.left[:, 1]), ("sums", dense.left[:, 2]))}
+        sums_felt = np.where(has_scatter, scattered, summed)
+        own = left["own scatter"] + left["own sum"]
+        own_felt = left["own scatter"] * scattered + left["own sum"] * summed
+        return cls(backward=dense.last.at(j, cap), scattered=dense.scattered[j], summed=dense.summed[j], waits=waits, own=own, own_felt=own_felt,
+                   outliving=own + left["sums"], outliving_felt=own_felt + left["sums"] * sums_felt, tail=tail, launch=launch, taken=taken,
+                   optimizer=dense.optimizer[j])
+
+    def sliced(self, part: slice) -> _Last:
+        return _Last(backward=self.backward.sliced(part), **{f.name: getattr(self, f.name)[part] for f in dataclasses.fields(self) if f.name != "backward"})
+
+    def seconds(self, d: np.ndarray, h: np.ndarray, L: np.ndarray) -> np.ndarray:
+        """End of the step from the state at the end of forward."""
+        tail, taken = self.tail, self.taken
+        scattered, summed = (np.maximum(d + e[:, 0], h + e[:, 1]) for e in (self.scattered, self.summed))
+        opened, inside = L, self.backward.W
+        d, h = self.backward.after(d, h)
+        L = closed = np.maximum(d, opened + inside)
+
+        def queue(tier: int) -> np.ndarray:
+            behind = np.where(self.waits[:, 2 * tier], scattered, _NEVER)
+            return np.maximum(behind, np.where(self.waits[:, 2 * tier + 1], summed, _NEVER))
+
+        h = h + self.launch[:, _GATHER]
+        d = np.maximum(d, h) + tail[:, _GATHER]
+        for what, tier in ((_EXCHANGE, 0), (_TABLES, 1)):
+            d = np.where(tail[:, what] > 0, np.maximum(np.maximum(d, h), queue(tier)) + tail[:, what], d)
+        h = h + self.launch[:, _UPDATE]
+        d = np.maximum(d, h) + tail[:, _UPDATE]
+        sparse = tail[:, _GATHER] + taken[:, _EXCHANGE] + taken[:, _TABLES] + tail[:, _UPDATE]
+        L = np.maximum(np.maximum(d, L + sparse), np.maximum(closed + sparse + self.own_felt, opened + inside + sparse + self.outliving_felt))
+        d = np.where(tail[:, _AVERAGE] > 0, np.maximum(np.maximum(d, h), queue(1)) + tail[:, _AVERAGE], d)
+        h = h + self.optimizer[:, 1]
+        d = np.maximum(np.maximum(d, h), np.maximum(scattered, summed)) + self.optimizer[:, 0]
+        rest = taken[:, _AVERAGE] + self.optimizer[:, 0]
+        L = np.maximum(np.maximum(d, L + rest), np.maximum(closed + sparse + rest + self.own, opened + inside + sparse + rest + self.outliving))
+        d = np.maximum(d, h) + self.optimizer[:, 2]
+        return np.maximum(d, L + self.optimizer[:, 2])
