@@ -1,16 +1,15 @@
 """Calibration: measured op times as curves, with residuals, provenance and source hashes.
 
-One curve per (op, variant, phase, dtype, active ranks). With x = log(1 + features), scaled to unit spread, and the reference
+One curve per (op, variant, phase, dtype, active ranks). With the reference
 
     r = max(FLOPs / peak, bytes / bandwidth) + c        c >= 0: the fixed cost, by relative least squares
     y = log(seconds / r)                                minus the logarithm of utilisation
 
-a curve is y(x) = mean + k(x, X) alpha with k = linear + Matern-3/2: a regularised log-linear trend plus a smooth local correction that goes through
-the points up to their noise (kriging). Length scale, trend weight and nugget are those with the least leave-one-out error, which is closed-form.
-Past the measured box the utilisation at its edge is held. A measured shape returns its measurement.
+y is interpolated over the logarithms of the features (`costmodel.krige`). Past the measured box the utilisation at its edge is held. A measured shape
+returns its measurement, unless that was noisy itself.
 
-Block samples (`block:<kind>`) are compared with the sum of their ops: seconds = scale x sum + ops x glue; what autograd, Python and the caches add
-between ops. Runs that are scored never enter a fit.
+Block samples (`block:<kind>`) are compared with the sum of their ops; log(seconds / sum) is interpolated over the block's features in the same way: what
+autograd, Python and the caches add between ops, and what the op curves are wrong by there. Runs that are scored never enter a fit.
 """
 from __future__ import annotations
 
@@ -29,6 +28,7 @@ from costmodel import compute
 from costmodel.blocks.measured import measured_block_ops
 from costmodel.cluster import Device
 from costmodel.codec import DecodeError, content_hash, decode, encode, suggest
+from costmodel.krige import MINIMUM_POINTS, Surface, fit_surface
 from costmodel.ops import KINDS, Op, op
 from costmodel.quantity import Source, worst
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
@@ -38,15 +38,15 @@ SCHEMA_VERSION = 1
 MINIMUM_WIDTH: dict[Source, float] = {"measured": 0.02, "interpolated": 0.04, "extrapolated": 0.25, "roofline": 0.55, "assumed": 0.55}
 STALE_WIDENING = 2.0
 QUANTILE = 0.9
-_LENGTHS, _TRENDS, _NUGGETS = (0.5, 1.0, 2.0, 4.0), (0.0, 1.0), (1e-4, 1e-2, 1e-1)
-_SQRT3 = math.sqrt(3.0)
+# A point with more noise than this is smoothed, not returned as it was measured.
+EXACT_NOISE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Measured points of one op variant. `points`: rows of features, then seconds, then host seconds (0 where not measured).
+    """Measured points of one op variant. `points`: rows of features, then seconds, host seconds (0 where not measured) and noise.
 
-    fixed: c above [s]; mean, length, trend, weights: the interpolant; width: 90 % quantile of |leave-one-out log error|; noise: median MAD / median.
+    fixed: c above [s]; mean, lengths, trend, weights: the interpolant; width: 90 % quantile of |leave-one-out log error|; noise: median MAD / median.
     """
 
     op: str
@@ -58,7 +58,7 @@ class Curve:
     points: Any
     fixed: float
     mean: float
-    length: float
+    lengths: Any
     trend: float
     weights: Any
     width: float
@@ -69,14 +69,18 @@ class Curve:
         return (self.op, self.variant, self.phase, self.dtype, self.active_ranks)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A block kind against its ops: seconds = scale x sum + glue x ops; width: 90 % quantile of |log error| after the correction."""
+    """A block kind against the sum of its ops: log(seconds / sum) over the block's features. width: 90 % quantile of |leave-one-out log error|."""
 
-    scale: float
-    glue: float
+    features: tuple[str, ...]
+    surface: Surface
     width: float
-    samples: int
+
+    def ratio(self, features: Mapping[str, float]) -> tuple[float, float, float]:
+        """(seconds over the sum of the ops, |log error| at 90 %, log distance outside what was measured) of a block with these features."""
+        y, outside = self.surface.at(np.array([features.get(name) or 0.0 for name in self.features]))
+        return math.exp(y), self.width + 0.05 * outside, outside
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,37 +95,16 @@ class OpTime:
 
 
 class _Interpolant:
-    """A curve made ready: arrays, scaling, exact points."""
+    """A curve made ready: its surface, its exact points, a typical launch time."""
 
-    __slots__ = ("alpha", "curve", "exact", "high", "host", "low", "scale", "x")
+    __slots__ = ("curve", "exact", "host", "surface")
 
     def __init__(self, curve: Curve) -> None:
-        points = np.asarray(curve.points, dtype=np.float64)
-        count = len(curve.features)
-        raw = np.log1p(points[:, :count])
-        self.curve, self.low, self.high = curve, raw.min(axis=0), raw.max(axis=0)
-        self.scale = _spread(raw)
-        self.x = raw / self.scale
-        self.alpha = np.asarray(curve.weights, dtype=np.float64)
-        self.exact = {tuple(row[:count]): (row[count], row[count + 1]) for row in points.tolist()}
-        self.host = float(np.median(points[:, count + 1]))
-
-    def log_ratio(self, features: np.ndarray) -> tuple[float, float]:
-        """(y at the nearest point of the measured box, log distance to that box)."""
-        inside = np.clip(features, self.low, self.high)
-        x = inside / self.scale
-        outside = float(np.max(np.abs(features - inside), initial=0.0))
-        return self.curve.mean + float(_kernel(x[None], self.x, self.curve.length, self.curve.trend)[0] @ self.alpha), outside
-
-
-def _spread(raw: np.ndarray) -> np.ndarray:
-    spread = raw.std(axis=0)
-    return np.where(spread > 1e-9, spread, 1.0)
-
-
-def _kernel(a: np.ndarray, b: np.ndarray, length: float, trend: float) -> np.ndarray:
-    distance = np.sqrt(np.maximum(((a[:, None] - b[None]) ** 2).sum(axis=-1), 0.0)) * (_SQRT3 / length)
-    return (1.0 + distance) * np.exp(-distance) + trend * (a @ b.T)
+        rows, count = [[float(v) for v in row] for row in curve.points], len(curve.features)
+        self.curve = curve
+        self.surface = Surface(points=[row[:count] for row in rows], mean=curve.mean, lengths=curve.lengths, trend=curve.trend, weights=curve.weights)
+        self.exact = {tuple(row[:count]): (row[count], row[count + 1]) for row in rows if row[count + 2] <= EXACT_NOISE}
+        self.host = float(np.median([row[count + 1] for row in rows]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +191,7 @@ class Calibration:
             source: Source = "measured"
             seconds, host, width = exact[0], exact[1], max(MINIMUM_WIDTH["measured"], 1.7 * curve.noise)
         else:
-            log_ratio, outside = ready.log_ratio(np.log1p(np.array(values)))
+            log_ratio, outside = ready.surface.at(np.array(values))
             source = "extrapolated" if relative or transferred or outside > 0.1 else "interpolated"
             seconds = math.exp(log_ratio) * (compute.ideal_seconds(one, phase, device) + curve.fixed)
             width = max(MINIMUM_WIDTH[source], curve.width + 0.1 * outside)
@@ -286,12 +269,15 @@ def _check_curve(where: str, curve: Curve) -> None:
     try:
         points, weights = np.array(curve.points, dtype=np.float64), np.array(curve.weights, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}.points: rows of {len(curve.features) + 2} numbers are needed ({error})") from error
-    if points.ndim != 2 or points.shape[1] != len(curve.features) + 2 or len(points) == 0:
-        raise ValueError(f"{where}.points: rows of {len(curve.features) + 2} numbers are needed, got shape {points.shape}")
+        raise ValueError(f"{where}.points: rows of {len(curve.features) + 3} numbers are needed ({error})") from error
+    if points.ndim != 2 or points.shape[1] != len(curve.features) + 3 or len(points) == 0:
+        raise ValueError(f"{where}.points: rows of {len(curve.features) + 3} numbers are needed, got shape {points.shape}")
     if weights.shape != (len(points),):
         raise ValueError(f"{where}.weights: {len(points)} numbers are needed, got shape {weights.shape}")
-    for name, values in (("points", points), ("weights", weights)):
+    lengths = np.array(curve.lengths, dtype=np.float64)
+    if lengths.shape != (len(curve.features),):
+        raise ValueError(f"{where}.lengths: {len(curve.features)} numbers are needed, got shape {lengths.shape}")
+    for name, values in (("points", points), ("weights", weights), ("lengths", lengths)):
         if not np.isfinite(values).all():
             raise ValueError(f"{where}.{name}: holds NaN or infinity")
     if (points[:, len(curve.features)] <= 0).any():
@@ -343,15 +329,19 @@ def _fit_curve(key: tuple[str, str, str, str, int], samples: list[Sample], devic
     seconds = np.array([np.median([s.seconds for s in merged[shape]]) for shape in shapes])
     host = [float(np.median([s.host_seconds or 0.0 for s in merged[shape]])) for shape in shapes]
     ideal = np.array([compute.ideal_seconds(op(kind, variant=variant, dtype=dtype, **dict(zip(names, shape))), phase, device) for shape in shapes])
-    noise = float(np.median([s.noise for s in samples]))
+    noises = np.array([np.median([s.noise for s in merged[shape]]) for shape in shapes])
     fixed = _fixed_seconds(ideal, seconds)
     y = np.log(seconds / (ideal + fixed))
-    raw = np.log1p(np.array(shapes))
-    mean, length, trend, weights, errors = _krige(raw / _spread(raw), y)
-    width = float(np.quantile(np.abs(errors), QUANTILE)) if len(y) >= 4 else max(0.3, float(np.ptp(y)))
-    return Curve(op=kind, variant=variant, phase=phase, dtype=dtype, active_ranks=ranks, features=names,
-                 points=[[*shape, float(s), h] for shape, s, h in zip(shapes, seconds, host)], fixed=fixed, mean=mean, length=length,
-                 trend=trend, weights=[float(w) for w in weights], width=max(width, 1.7 * noise), noise=noise)
+    surface, errors = fit_surface(np.array(shapes), y, noises)
+    noise = float(np.median(noises))
+    return Curve(op=kind, variant=variant, phase=phase, dtype=dtype, active_ranks=ranks, features=names, fixed=fixed, mean=surface.mean,
+                 points=[[*shape, float(s), h, float(e)] for shape, s, h, e in zip(shapes, seconds, host, noises)], lengths=surface.lengths,
+                 trend=surface.trend, weights=surface.weights, width=max(_width(errors, y), 1.7 * noise), noise=noise)
+
+
+def _width(errors: np.ndarray, y: np.ndarray) -> float:
+    """The 90 % quantile of |errors|; of too few points for errors, what they span."""
+    return float(np.quantile(np.abs(errors), QUANTILE)) if len(y) >= MINIMUM_POINTS else max(0.3, float(np.ptp(y)))
 
 
 def _fixed_seconds(ideal: np.ndarray, seconds: np.ndarray) -> float:
@@ -368,52 +358,25 @@ def _fixed_seconds(ideal: np.ndarray, seconds: np.ndarray) -> float:
     return float(min(max(fixed, 0.0), seconds.min()))
 
 
-def _krige(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, np.ndarray, np.ndarray]:
-    """(mean, length, trend, weights, leave-one-out errors) with the least mean absolute leave-one-out error."""
-    mean = float(np.median(y))
-    centred = y - mean
-    if len(y) < 4:
-        weights = np.linalg.solve(_kernel(x, x, 1.0, 0.0) + 1e-6 * np.eye(len(y)), centred)
-        return mean, 1.0, 0.0, weights, centred
-    best: tuple[float, float, float, np.ndarray, np.ndarray] | None = None
-    for length in _LENGTHS:
-        for trend in _TRENDS:
-            base = _kernel(x, x, length, trend)
-            for nugget in _NUGGETS:
-                inverse = np.linalg.inv(base + nugget * np.eye(len(y)))
-                weights = inverse @ centred
-                errors = weights / np.diag(inverse)
-                score = float(np.mean(np.abs(errors)))
-                if best is None or score < best[0] - 1e-12:
-                    best = (score, length, trend, weights, errors)
-    assert best is not None
-    return mean, *best[1:]
-
-
 def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[str, Composition]:
-    grouped: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+    grouped: dict[str, list[tuple[Sample, float]]] = defaultdict(list)
     for sample in samples:
         kind = sample.op.removeprefix(BLOCK_PREFIX)
         ops = measured_block_ops(kind, sample.features, sample.dtype)
         times = [calibration.predict(one, sample.phase, active_ranks=sample.active_ranks) for one in ops]
         if worst(t.source for t in times) in ("roofline", "assumed"):
             continue
-        grouped[f"{kind}/{sample.phase}/{sample.active_ranks}"].append((sum(t.seconds for t in times), sample.seconds, len(ops)))
+        ratio = math.log(sample.seconds / sum(t.seconds for t in times))
+        grouped[f"{kind}/{sample.phase}/{sample.active_ranks}"].append((sample, ratio))
     return {key: _compose(rows) for key, rows in sorted(grouped.items())}
 
 
-def _compose(rows: list[tuple[float, float, int]]) -> Composition:
-    total, measured, count = (np.array(column, dtype=np.float64) for column in zip(*rows))
-    scale, glue = float(np.exp(np.median(np.log(measured / total)))), 0.0
-    if len(rows) >= 4:
-        a, b = total / measured, count / measured
-        matrix = np.array([[a @ a, a @ b], [a @ b, b @ b]])
-        if abs(np.linalg.det(matrix)) > 1e-9 * matrix[0, 0] * matrix[1, 1]:
-            one, two = (float(v) for v in np.linalg.solve(matrix, np.array([a.sum(), b.sum()])))
-            if one > 0 and two >= 0:
-                scale, glue = one, two
-    errors = np.abs(np.log(measured / (scale * total + glue * count)))
-    return Composition(scale=scale, glue=glue, width=max(0.03, float(np.quantile(errors, QUANTILE))), samples=len(rows))
+def _compose(rows: list[tuple[Sample, float]]) -> Composition:
+    names = tuple(sorted({name for sample, _ in rows for name in sample.features}))
+    points = np.array([[sample.features.get(name, 0.0) for name in names] for sample, _ in rows])
+    y = np.array([ratio for _, ratio in rows])
+    surface, errors = fit_surface(points, y, np.array([sample.noise for sample, _ in rows]))
+    return Composition(features=names, surface=surface, width=max(0.03, _width(errors, y)))
 
 
 def score(calibration: Calibration, samples: Iterable[Sample]) -> list[tuple[Sample, float]]:

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from costmodel import compute
 from costmodel.blocks import BatchShape, Block, JaggedShape, activation_dtype
+from costmodel.blocks.measured import block_features
 from costmodel.calibration import MINIMUM_WIDTH, Calibration, OpTime
 from costmodel.comms import GroupShape, Network, layout_groups, network
 from costmodel.model import DTYPE_BYTES
@@ -140,8 +141,7 @@ class Pricer:
         """One block's forward or backward, corrected by its kind's composition."""
         key = (id(block), id(batch), precision, phase)
         if key not in self._blocks:
-            ops = block.forward(batch, precision)
-            self._blocks[key] = self._corrected(block.kind, self.ops(ops, phase), phase, len(ops))
+            self._blocks[key] = self._corrected(block, batch, self.ops(block.forward(batch, precision), phase), phase)
         return self._blocks[key]
 
     def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
@@ -149,7 +149,7 @@ class Pricer:
         key = (id(block), id(batch), precision, policy)
         if key not in self._blocks:
             again = block.recomputed(batch, precision, policy)
-            self._blocks[key] = self._corrected(block.kind, self.ops(again, FORWARD), FORWARD, len(again)) if again else NO_COST
+            self._blocks[key] = self._corrected(block, batch, self.ops(again, FORWARD), FORWARD) if again else NO_COST
         return self._blocks[key]
 
     def unit(self, kind: str, block: Block) -> Cost:
@@ -159,13 +159,17 @@ class Pricer:
             self._blocks[key] = self.ops([op(kind, parameters=block.num_parameters, tensors=block.num_tensors)], STEP)
         return self._blocks[key]
 
-    def _corrected(self, kind: str, cost: Cost, phase: str, count: int) -> Cost:
-        found = self.calibration.composition(kind, phase, self.active_ranks) if self.calibration is not None else None
-        if found is None:
+    def _corrected(self, block: Block, batch: BatchShape, cost: Cost, phase: str) -> Cost:
+        """Inside the measured blocks the ops' own errors are part of the correction, outside they add to it."""
+        found = self.calibration.composition(block.kind, phase, self.active_ranks) if self.calibration is not None else None
+        features = block_features(block, batch) if found is not None else None
+        if found is None or features is None:
             return cost
-        seconds = found.scale * cost.seconds + found.glue * count
-        parts = tuple((curve, source, part * seconds / cost.seconds, width) for curve, source, part, width in cost.parts)
-        return dataclasses.replace(cost, seconds=seconds, parts=(*parts, (f"composition:{kind}/{phase}", "measured", 0.0, found.width * seconds)))
+        ratio, width, outside = found.ratio(features)
+        known = 0.0 if outside < 0.1 else 1.0
+        parts = tuple((curve, source, seconds * ratio, known * error) for curve, source, seconds, error in cost.parts)
+        return dataclasses.replace(cost, seconds=cost.seconds * ratio, compute_bound=cost.compute_bound * ratio,
+                                   parts=(*parts, (f"composition:{block.kind}/{phase}", "measured", 0.0, width * cost.seconds * ratio)))
 
 
 _MAX_PRICERS = 16

@@ -73,14 +73,15 @@ def measured_block_ops(kind: str, features: Mapping[str, float], precision: str)
     return measured_block(kind, features).forward(BatchShape(samples=samples, sequences={_SEQUENCE: shape}), precision)
 
 
-def block_features(block: Block, batch: BatchShape) -> dict[str, float]:
-    """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back."""
+def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
+    """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the block:
+    heads of different hidden widths."""
     values: dict[str, float] = {"samples": float(batch.samples)}
     if isinstance(block, Mlp):
         return {**values, "concat": float(block.concat), **{f"width{i}": float(w) for i, w in enumerate(block.widths)}}
     if isinstance(block, Heads):
         if len({head.hidden for head in block.heads}) > 1:
-            raise ValueError("heads of different hidden widths are timed apart")
+            return None
         hidden = block.heads[0].hidden
         return {**values, "width": float(block.width), "num_heads": float(len(block.heads)), **{f"hidden{i}": float(w) for i, w in enumerate(hidden)}}
     shape = batch.sequences[block.sequence]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from costmodel import compute
+from costmodel.blocks.measured import measured_block_ops
 from costmodel.calibration import Calibration, fit, load, score
 from costmodel.ops import BACKWARD, FORWARD, attention, elementwise, linear
 from costmodel.samples import Environment, Sample
@@ -92,17 +93,39 @@ def test_repetitions_and_stale_sources(calibration):
 
 
 def test_blocks_correct_the_sum_of_their_ops(device):
-    samples, kept = make_samples(device), fit(ENVIRONMENT, make_samples(device), device=device)
-    for i, m in enumerate((64, 128, 256, 512, 1024, 2000)):
-        features = {"samples": float(m), "concat": 0.0, "width0": 200.0, "width1": 100.0 + 60 * i}
-        ops = (linear(m, 200, 100 + 60 * i),)
-        total = sum(kept.predict(one, FORWARD).seconds for one in ops)
-        # one Linear and one ReLU, whose curve is borrowed from nothing here: give it one
-        samples.append(Sample(op="activation", variant="relu", phase=FORWARD, features={"m": float(m), "n": 100.0 + 60 * i}, seconds=1e-5))
-        samples.append(Sample(op="block:mlp", phase=FORWARD, features=features, seconds=1.2 * (total + 1e-5) + 2 * 3e-5))
-    found = fit(ENVIRONMENT, samples, device=device).composition("mlp", FORWARD, 1)
+    """A block that takes 1.2 x its ops + 60 us is predicted so, between the batches that were measured too."""
+    samples = make_samples(device)
+    samples += [Sample(op="activation", variant="relu", phase=FORWARD, features={"m": float(m), "n": 160.0}, seconds=1e-5) for m in (50, 500, 2500)]
+    bare = fit(ENVIRONMENT, samples, device=device)
+
+    def features(m):
+        return {"samples": float(m), "concat": 0.0, "width0": 200.0, "width1": 160.0}
+
+    def whole(m):
+        ops = measured_block_ops("mlp", features(m), "fp32")
+        return 1.2 * sum(bare.predict(one, FORWARD).seconds for one in ops) + 6e-5
+
+    samples += [Sample(op="block:mlp", phase=FORWARD, features=features(m), seconds=whole(m)) for m in (64, 128, 256, 512, 1024, 2000)]
+    found = fit(ENVIRONMENT, samples, device=device).composition("mlp", FORWARD, 2)
     assert found is not None
-    assert found.scale == pytest.approx(1.2, rel=0.1) and found.glue == pytest.approx(3e-5, rel=0.3) and found.width < 0.1
+    for m in (64, 180, 700, 1500):
+        total = sum(bare.predict(one, FORWARD).seconds for one in measured_block_ops("mlp", features(m), "fp32"))
+        ratio, width, outside = found.ratio(features(m))
+        assert ratio * total == pytest.approx(whole(m), rel=0.03) and width < 0.1 and outside == 0
+    assert found.ratio(features(8000))[2] > 1
+
+
+def test_noisy_points_are_smoothed_and_outliers_trusted_less(device):
+    rng = np.random.default_rng(1)
+    shapes = [(m, k, 256) for m in (64, 128, 256, 512, 1024) for k in (64, 128, 256, 512)]
+    clean = {s: truth(linear(*s), FORWARD, device) for s in shapes}
+    samples = [Sample(op="linear", phase=FORWARD, features=dict(linear(*s).features), noise=0.15,
+                      seconds=clean[s] * math.exp(rng.normal(0, 0.15)) * (4.0 if s == (256, 128, 256) else 1.0)) for s in shapes]
+    found = fit(ENVIRONMENT, samples, device=device)
+    spike = found.predict(linear(256, 128, 256), FORWARD)
+    assert spike.source == "interpolated" and spike.seconds < 1.6 * clean[256, 128, 256]
+    errors = [abs(math.log(found.predict(linear(*s), FORWARD).seconds / clean[s])) for s in shapes if s != (256, 128, 256)]
+    assert np.median(errors) < 0.12
 
 
 def test_save_and_load_are_exact_and_fast(calibration, tmp_path):
