@@ -12,14 +12,17 @@ dense part, per micro-batch, units in forward order:
 
 On gloo every one of them is issued and waited for by the main thread at that place, so nothing overlaps and the whole wait is
 `exposed_communication`. On NCCL all-gathers run on their own stream, one unit ahead in backward, reductions on theirs; the compute stream
-waits where FSDP2 needs the result. The part of the wait that the compute stream spends idle is `exposed_communication`: before a unit for all-gathers, after the last compute
-of backward for reductions.
+waits where FSDP2 needs the result. The part of the wait that the compute stream spends idle is `exposed_communication`: before a unit for
+all-gathers. The wait for the last reductions at the end of backward is inside FSDP2 and counts as `backward` on CUDA.
 
 Gradients are averaged over all ranks. The ddp axis is reduced by a hook of ours on FSDP2 over the fsdp axis instead of by its own 2-D mesh: the
 mathematics is the same and the wait can be timed.
 
-Precision: `fp32` computes in fp32. `bf16` keeps parameters, gradients' reduction and optimizer in fp32; the block's parameters are cast to bf16 when
-gathered (on one rank too), its floating inputs on entry.
+Precision: `fp32` computes in fp32. `bf16` keeps parameters, gradients' reduction and optimizer in fp32; the block's parameters are cast to
+bf16 when gathered (on one rank too), its floating inputs on entry.
+
+`batching: padded` computes every history of a micro-batch at the length of the longest (`runtime.model.sequence`); other policies only
+choose which rank trains which samples (`runtime.balance`).
 """
 from __future__ import annotations
 
@@ -58,6 +61,9 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
     """Applies `plan` to `model` in place. Raises ValueError for options that are not executable here."""
     embeddings = ShardedEmbeddings(plan.model.tables, plan.tables, meshes, seed=plan.seed, timer=timer,
                                    learning_rate=plan.workload.sparse_learning_rate, sync_every=plan.layout.sync_every)
+    if plan.batching == "padded":
+        for encoder in model.sequences:
+            encoder.pad()
     blocks = block_options(model, plan)
     for block, option in blocks:
         apply_checkpointing(block, option.checkpoint)

@@ -2,6 +2,7 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node N -m runtime.train PLAN --out DIR [--resume] [--steps K] [--no-eval]
 
+With torchrun's `--max-restarts`, ranks that are started again continue from the newest checkpoint, so give `--checkpoint-every` too.
 DIR gets metrics.jsonl, result.json and checkpoint/. Rank 0 prints JSON progress lines on stdout. SIGINT or SIGTERM: the step in progress
 is finished, a checkpoint written, status `interrupted`, exit code 130; a second signal ends at once.
 
@@ -55,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for metrics, result and checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in OUT, if there is one")
     parser.add_argument("--steps", type=int, help="stop after this optimizer step, counted from the beginning of training")
+    parser.add_argument("--checkpoint-every", type=int, metavar="K", help="a checkpoint after every K steps, besides the one at the end")
     parser.add_argument("--no-eval", action="store_true", help="skip the evaluation on held-out events")
     options = parser.parse_args(arguments)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -70,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(threads)
     mesh.start(device)
     owners: list[Any] = []
-    found = checkpoint.latest(options.out / "checkpoint") if options.resume else None
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    found = checkpoint.latest(options.out / "checkpoint") if options.resume or restarted else None
     with Metrics(options.out if rank == 0 else None, resume=found is not None, progress=rank == 0) as metrics:
         code, message = _attempt(plan, source, options, device=device, stop=stop, metrics=metrics, found=found, owners=owners)
     if message and code == FAILED:
@@ -120,8 +123,6 @@ def check_plan(plan: Plan, world_size: int) -> Plan:
     if plan.layout.world_size != world_size:
         raise ValueError(f"plan {plan.identity()} is for {plan.layout.world_size} ranks ({plan.layout.short}), this job has {world_size}; "
                          f"start torchrun with --nproc-per-node {plan.layout.world_size} or search again")
-    if plan.batching == "padded":
-        raise ValueError("batching 'padded' is not executable; the runtime computes on jagged batches")
     for name, value in plan.expected_fingerprints().items():
         if plan.fingerprints.get(name, value) != value:
             raise ValueError(f"fingerprint of {name} is {plan.fingerprints[name]}, but the plan holds {value}; search again")
@@ -141,7 +142,7 @@ def pick_device(plan: Plan) -> torch.device:
 
 def _run(trainer: Trainer, options: argparse.Namespace) -> int:
     lap, wall, first, plan = wall_clock(), {}, trainer.step, trainer.plan
-    trainer.train(options.steps)
+    trainer.train(options.steps, checkpoint_every=options.checkpoint_every, root=options.out / "checkpoint")
     wall["train"] = lap()
     measured, warmup = trainer.measured()
     ne: dict[str, float] = {}

@@ -114,10 +114,11 @@ class Trainer:
 
     # --- training ---
 
-    def train(self, num_steps: int | None = None) -> None:
+    def train(self, num_steps: int | None = None, *, checkpoint_every: int | None = None, root: Path | None = None) -> None:
         """Trains up to optimizer step `num_steps` of the whole training (default: what the workload says).
 
-        Returns early with `interrupted` set where a stop was asked. Raises NonFiniteLoss.
+        Every `checkpoint_every` steps a checkpoint is written under `root`, outside the timed steps. Returns early with `interrupted`
+        set where a stop was asked. Raises NonFiniteLoss.
         """
         total = self.loader.num_steps if num_steps is None else min(num_steps, self.loader.num_steps)
         report = StepReport(self.meshes, self.timer)
@@ -125,6 +126,9 @@ class Trainer:
         try:
             while self.step < total and not self.interrupted:
                 self._step(batches, report, total)
+                if checkpoint_every and self.step % checkpoint_every == 0 and self.step < total and not self.interrupted:
+                    self._read_report(report, total)
+                    self.save(root)
             self._read_report(report, total)
         finally:
             self.timer.abandon_step()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.model import LayerGroup
-from kernels.jagged import jagged_mean
+from kernels.jagged import jagged_mean, jagged_to_padded, padded_to_jagged
 from runtime.model.registry import build_block
 
 
@@ -41,10 +41,27 @@ class SequenceEncoder(nn.Module):
         self.input = nn.Linear(width, dim)
         self.groups = nn.ModuleList(nn.ModuleList(build_block(dim, layer) for _ in range(layer.count)) for layer in layers)
         self.summary = Summary(dim)
+        self.layers, self.padded = layers, False
+
+    def pad(self) -> None:
+        """From now on compute the layers on histories padded to the batch's longest: the same values at the price of the padding.
+
+        Raises ValueError for a layer that lets an event see later ones, for it would see the padding.
+        """
+        for layer in self.layers:
+            if not layer.causal:
+                raise ValueError(f"batching 'padded': layer {layer.kind} is not causal, its events would see the padding")
+        self.padded = True
 
     def forward(self, events_TW: Tensor, offsets: Tensor, max_length: int) -> Tensor:
         x_TD = self.input(events_TW)
+        num_events, inner = x_TD.shape[0], offsets
+        if self.padded:
+            x_TD = jagged_to_padded(x_TD, offsets, max_len=max_length).flatten(0, 1)
+            inner = torch.arange(offsets.shape[0], device=offsets.device) * max_length
         for group in self.groups:
             for block in group:
-                x_TD = block(x_TD, offsets, max_length)
+                x_TD = block(x_TD, inner, max_length)
+        if self.padded:
+            x_TD = padded_to_jagged(x_TD.unflatten(0, (-1, max_length)), offsets, total=num_events)
         return self.summary(x_TD, offsets)

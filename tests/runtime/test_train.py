@@ -77,7 +77,6 @@ def test_same_seed_same_curve_and_resume_is_bitwise(tmp_path):
 @pytest.mark.parametrize(("change", "words"), [
     ({"predict_only": ("precision mxfp8 needs Blackwell",)}, "predict-only: precision mxfp8 needs Blackwell"),
     ({"layout": Layout(fsdp=4, sparse_group=4), "local_batch": 4}, "is for 4 ranks .* this job has 1"),
-    ({"batching": "padded"}, "batching 'padded' is not executable"),
     ({"execution": "cuda_graph"}, "execution 'cuda_graph' is not executable"),
     ({"fingerprints": {"model": "0" * 16}}, "fingerprint of model"),
 ])
@@ -87,6 +86,33 @@ def test_refused_with_one_message(tmp_path, capsys, change, words):
     err = capsys.readouterr().err
     assert re.search(words, err) and err.count("\n") == 1 and "Traceback" not in err
     assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_padding_needs_causal_layers(tmp_path, capsys):
+    plan = models.plan(Layout(), model_spec=models.model(layers=(models.LAYERS["self_attention"][2],)), batching="padded")
+    assert run(plan, tmp_path) == 2
+    assert "layer self_attention is not causal" in capsys.readouterr().err
+
+
+def test_padded_batches_give_the_jagged_curve(tmp_path):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    for name, batching in (("a", "jagged"), ("b", "padded")):
+        assert run(models.plan(Layout(), batching=batching), tmp_path / name, "--steps", "5", "--no-eval") == 0
+    assert result(tmp_path / "b").losses == pytest.approx(result(tmp_path / "a").losses, rel=1e-5)
+
+
+def test_restarted_ranks_continue_from_the_checkpoint(tmp_path, monkeypatch):
+    plan = models.plan(Layout())
+    (tmp_path / "whole").mkdir(), (tmp_path / "parts").mkdir()
+    assert run(plan, tmp_path / "whole", "--steps", "7", "--no-eval") == 0
+    assert run(plan, tmp_path / "parts", "--steps", "5", "--no-eval", "--checkpoint-every", "2") == 0
+    checkpoints = tmp_path / "parts" / "out" / "checkpoint"
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step-00000004", "step-00000005"]
+    (checkpoints / "step-00000005").rename(checkpoints / "step-00000005.tmp")  # as a kill while saving leaves it
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run(plan, tmp_path / "parts", "--steps", "7", "--no-eval") == 0
+    assert result(tmp_path / "parts").first_step == 4
+    assert result(tmp_path / "parts").losses == result(tmp_path / "whole").losses[4:]
 
 
 def test_missing_and_damaged_plan(tmp_path, capsys):
