@@ -97,8 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     if world_size > 1:
         mesh.start(device)
     budget, seconds, points = PRESETS[options.preset]
-    layout = Layout(fsdp=world_size, sparse_group=world_size)
-    session = Session(device, mesh.build_meshes(layout, device), time.process_time() + (options.budget or budget), seconds)
+    layout, threads = Layout(fsdp=world_size, sparse_group=world_size), torch.get_num_threads()
+    session = Session(device, mesh.build_meshes(layout, device), time.process_time() + threads * (options.budget or budget), seconds)
     _time_everything(session, plans, points=points, full=options.preset == "full")
     if session.meshes.rank == 0:
         write_samples(options.out, environment(device), session.samples)

@@ -1,0 +1,137 @@
+"""The microbenchmark: what it asks for, that every op kind runs, and that its samples can be fitted."""
+
+import dataclasses
+import math
+
+import pytest
+import runtime_models as models
+import torch
+from conftest import torchrun
+
+from costmodel import calibration, ops
+from costmodel.blocks.measured import measured_block_ops
+from costmodel.model import LayerGroup, Sequence
+from costmodel.plan import Layout
+from costmodel.regions import default_region_plans
+from costmodel.samples import BLOCK_PREFIX, read_samples
+from runtime.microbench import blocks, cases, timing
+from runtime.microbench.__main__ import main
+from runtime.microbench.requests import HELD_OUT_EVERY, Request, requests
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As in a calibration; several threads on a busy machine wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _plan():
+    """The runtime tests' model with one block of each kind."""
+    plan = models.plan(Layout())
+    layers = (LayerGroup(kind="self_attention", heads=2, head_dim=8, mlp_dim=16), LayerGroup(kind="hstu", heads=2, head_dim=8, divisor=8.0))
+    model = dataclasses.replace(plan.model, sequences=tuple(Sequence(name=s.name, layers=layers) for s in plan.model.sequences))
+    return dataclasses.replace(plan, model=model, regions=default_region_plans(model), fingerprints={})
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Request]:
+    return requests([_plan()], points=0.3)
+
+
+def test_requests_hold_the_plans_own_shapes_and_keep_some_back(wanted):
+    plan = _plan()
+    linears = [r for r in wanted if r.op.kind == "linear"]
+    assert any(r.op.feature("n") == 3 * 16 and r.op.feature("k") == plan.model.dim and not r.held_out for r in linears)
+    held_out = [r for r in wanted if r.held_out]
+    assert held_out and len(held_out) < len(wanted) / HELD_OUT_EVERY
+    assert len({r.op for r in wanted}) == len(wanted)
+    assert {"softmax", "hstu"} == {r.op.variant for r in wanted if r.op.kind == "attention"}
+
+
+def test_requested_shapes_can_exist(wanted):
+    for request in wanted:
+        features = dict(request.op.features)
+        if "unique" in features:
+            assert 1 <= features["unique"] <= min(features["ids"], features["rows"])
+        if request.op.kind == "attention":
+            assert features["tokens"] == sum(request.lengths) and features["longest"] == max(request.lengths)
+            assert features["pairs"] == sum(n * (n + 1) / 2 for n in request.lengths)
+
+
+def test_every_kind_runs_in_all_its_phases(wanted):
+    seen = set()
+    for request in wanted:
+        key = (request.op.kind, request.op.variant)
+        if key in seen or not cases.executable(request):
+            continue
+        seen.add(key)
+        for phase in ops.KINDS[request.op.kind].phases:
+            (run,) = cases.cases(request, phase, CPU, 1)
+            run.run(run.prepare())
+    expected = set(ops.KINDS) - set(ops.COLLECTIVES) - {"cast", "input", "fsdp_gather", "fsdp_reduce"}
+    assert {kind for kind, _ in seen} == expected
+
+
+def test_backward_leaves_the_forward_out():
+    request = Request(op=ops.linear(64, 8, 8))
+    (run,) = cases.cases(request, ops.BACKWARD, CPU, 1)
+    out = run.prepare()
+    gradients = run.run(out)
+    assert out.shape == (64, 8) and [tuple(g.shape) for g in gradients] == [(64, 8), (8, 8), (8,)]
+
+
+def test_embedding_ids_have_the_requested_number_of_rows():
+    op = ops.op("embedding_update", variant="sgd", ids=5000, unique=300, dim=8, rows=1000, tables=1)
+    assert len(cases._ids(Request(op=op), CPU).unique()) == 300
+
+
+def test_timing_is_the_median_of_single_calls():
+    found = timing.summarize([1.0, 5.0, 1.2, 1.1, 0.9])
+    assert found.seconds == 1.1 and found.noise == pytest.approx(0.1 / 1.1) and found.repeats == 5
+    state = []
+    timed = timing.measure([timing.Run(prepare=lambda: 7, run=state.append)], device=CPU, seconds=0.0)
+    assert timed.repeats >= timing.MIN_REPEATS and set(state) == {7}
+
+
+def test_blocks_are_described_so_that_their_ops_come_back():
+    for request in blocks.block_requests([_plan()]):
+        found = measured_block_ops(request.kind, dict(request.features), request.dtype)
+        assert sum(one.flops(ops.FORWARD) for one in found) > 0
+        for phase in (ops.FORWARD, ops.BACKWARD):
+            (run,) = blocks.block_runs(request, phase, CPU, 1)
+            run.run(run.prepare())
+
+
+def test_one_rank_writes_samples_that_fit(tmp_path, capsys):
+    plan, out = tmp_path / "plan.json", tmp_path / "samples.jsonl"
+    _plan().save(plan)
+    assert main(["--out", str(out), "--models", str(plan), "--budget", "5"]) == 0
+    environment, samples = read_samples(out)
+    assert environment.device_kind == "cpu" and environment.threads == 1 and environment.source_hashes
+    fitted = calibration.fit(environment, samples)
+    assert {c.op for c in fitted.curves} >= {"linear", "attention", "layer_norm", "input", "adamw", "embedding_update"}
+    assert fitted.constants["step_overhead"] > 0 and all(s.active_ranks == 1 for s in samples)
+    assert any(s.op.startswith(BLOCK_PREFIX) for s in samples) and '"event": "done"' in capsys.readouterr().out
+
+
+def test_a_missing_plan_is_a_usage_error(tmp_path, capsys):
+    assert main(["--out", str(tmp_path / "s.jsonl"), "--models", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_two_ranks_time_collectives_and_units(tmp_path):
+    plan, out = tmp_path / "plan.json", tmp_path / "samples.jsonl"
+    _plan().save(plan)
+    done = torchrun(2, "-m", "runtime.microbench", "--out", str(out), "--models", str(plan), "--budget", "0.1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, samples = read_samples(out)
+    by_kind = {kind: [s for s in samples if s.op == kind] for kind in {s.op for s in samples}}
+    assert set(ops.COLLECTIVES) | {"fsdp_gather", "fsdp_reduce", "adamw", "input"} <= set(by_kind)
+    assert all(s.active_ranks == 2 and math.isfinite(s.seconds) for s in samples)
+    sizes = sorted((s.features["bytes"], s.seconds) for s in by_kind["all_reduce"])
+    assert sizes[-1][1] > sizes[0][1]
