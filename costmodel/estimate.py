@@ -33,6 +33,8 @@ from costmodel.stepgraph import COMPUTE, PHASES
 # say better].
 FLOOR_WIDTH = {"cpu": 0.12, "gpu": 0.06}
 MINIMUM_RUNS = 10
+# A source that makes less than this share of a figure does not name it.
+NEGLIGIBLE = 0.01
 COVERAGE = 0.90
 
 
@@ -105,14 +107,14 @@ def _phase_seconds(lowered: Lowered, timeline: Timeline | None, seconds: float) 
 def _interval(value: float, parts: object, name: str, plan: Plan, calibration: Calibration | None) -> Quantity:
     """`value` with its 90 % interval, see the module docstring."""
     by_curve: dict[str, float] = defaultdict(float)
-    total, sources, weak = 0.0, set(), 0.0
+    by_source: dict[Source, float] = defaultdict(float)
+    total, weak = 0.0, 0.0
     for _, curve, source, seconds, spread in parts:
         by_curve[curve] += spread
         total += seconds
-        if seconds > 0:
-            sources.add(source)
+        by_source[source] += seconds
         weak += seconds if source not in ("measured", "interpolated") else 0.0
-    source = worst(sources)
+    source = worst(s for s, seconds in by_source.items() if seconds > NEGLIGIBLE * total)
     width = math.sqrt(sum(s * s for s in by_curve.values())) / total if total > 0 else 0.0
     residuals = calibration.run_residuals.get(name, ()) if calibration is not None else ()
     if len(residuals) >= MINIMUM_RUNS:
