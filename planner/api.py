@@ -88,9 +88,21 @@ def calibrate(reference: Path | str, *, preset: Preset = "quick", ranks: tuple[i
     """Measures this machine with the shapes of a scenario and writes the calibration of its device."""
     scenario = load_scenario(reference, with_variants=False)
     with tempfile.TemporaryDirectory(prefix="planner-subjects-") as folder:
-        subject = Path(folder) / "plan.json"
-        default_plan(scenario)[0].save(subject)
-        return calibration.calibrate(scenario.cluster, [subject], preset=preset, ranks=ranks, on_event=on_event)
+        subjects = []
+        for number, plan in enumerate(subject_plans(scenario)):
+            subjects.append(Path(folder) / f"plan-{number}.json")
+            plan.save(subjects[-1])
+        return calibration.calibrate(scenario.cluster, subjects, preset=preset, ranks=ranks, on_event=on_event)
+
+
+def subject_plans(scenario: ResolvedScenario) -> list[Plan]:
+    """The plans whose shapes a calibration times: what the scenario describes, once per number format that its search may choose."""
+    if scenario.pins.precision:
+        return [default_plan(scenario)[0]]
+    excluded = scenario.pins.excluded("precision", "*")
+    formats = [name for name in ("fp32", "bf16") if name not in excluded]
+    pinned = [dataclasses.replace(scenario, pins=dataclasses.replace(scenario.pins, precision={"*": name})) for name in formats]
+    return [default_plan(one)[0] for one in pinned]
 
 
 def save_plan(plan: Plan, out: Path) -> Path:

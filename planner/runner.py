@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from planner.errors import RunFailed
 
@@ -63,10 +63,11 @@ def follow(command: Sequence[str], *, variables: Mapping[str, str], log: Path, o
             )
         except OSError as error:
             raise RunFailed(f"{command[0]}: cannot be started ({error})") from error
-        with _terminations_as_interrupts():
+        assert child.stdout is not None
+        with _terminations_as_interrupts(), child.stdout:
             while True:
                 try:
-                    _read(child, words, on_event)
+                    _read(child.stdout, words, on_event)
                     child.wait()
                     break
                 except KeyboardInterrupt:
@@ -79,9 +80,8 @@ def follow(command: Sequence[str], *, variables: Mapping[str, str], log: Path, o
     return Outcome(returncode=child.returncode, interrupted=interrupted > 0, log=log)
 
 
-def _read(child: subprocess.Popen[str], words: Any, on_event: Callable[[dict[str, Any]], None]) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
+def _read(output: IO[str], words: IO[str], on_event: Callable[[dict[str, Any]], None]) -> None:
+    for line in output:
         event = parse_event(line)
         if event is None:
             words.write(line)

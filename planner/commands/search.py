@@ -82,8 +82,14 @@ def _show(result: SearchResult) -> None:
         for rank, plan in enumerate((result.plan, *result.runners_up), start=1)
     ]
     columns = [("", "right"), ("step", "right"), ("memory", "right"), ("limited by", "left"), ("plan", "left")]
+    certificate = result.certificate
+    proof = (
+        f"{certificate.status}: {certificate.candidates} candidates, {certificate.solved} programs solved, {certificate.simulated} plans simulated in "
+        f"{result.seconds:.1f} s; no plan can be more than {certificate.gap:.2%} faster (asked: {certificate.asked:.2%}), "
+        f"the programs' own gap is {certificate.milp_gap:.2%}"
+    )
     console.show(
         terminal.plan_tables(result.plan),
         terminal.estimate_tables(decode(Estimate, result.plan.prediction)),
-        console.grid("best and runners-up", columns, rows),
+        console.grid("best and runners-up", columns, rows, caption=proof),
     )

@@ -9,8 +9,8 @@ from planner.report import console
 
 
 class Progress:
-    """`event` takes {"event": "step", "step": i, "of": n, "loss": x, "step_time_s": t}, {"event": "stage", "ranks": n} and
-    {"event": "note", "message": ...}."""
+    """`event` takes {"event": "step", "step": i, "of": n, "loss": x, "step_time_s": t}, {"event": "stage", "ranks": n},
+    {"event": "calibrate", "what": ..., "done": i, "of": n} and {"event": "note", "message": ...}."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
         self._title, self._quiet = title, quiet
@@ -46,7 +46,8 @@ class Progress:
             self._say(str(event["message"]))
         elif kind == "stage" and event.get("ranks"):
             self._say(f"{self._title}: {event['ranks']} rank(s)")
-        if self._bar is None or "step" not in event:
+        done = event.get("step", event.get("done"))
+        if self._bar is None or (done is None and "what" not in event):
             return
         words = []
         if isinstance(event.get("loss"), (int, float)):
@@ -55,7 +56,7 @@ class Progress:
             words.append(f"{event['step_time_s'] * 1e3:.1f} ms/step")
         if event.get("what"):
             words.append(str(event["what"]))
-        self._bar.update(self._task, completed=event["step"], total=event.get("of"), detail=" ".join(words))
+        self._bar.update(self._task, completed=done or 0, total=event.get("of"), detail=" ".join(words))
 
     def _say(self, message: str) -> None:
         if self._quiet:
