@@ -1,7 +1,8 @@
 """The bound of a step over arrays of candidates: what `estimate(plan, mode="bound")` gives for each, at millions of candidates in a few seconds.
 
 A candidate is a layout, a local batch, an accumulation, a batching policy, a transport and an execution mode; model, workload, cluster, options per
-region and calibration are those of a template plan. The bound of a graph (`costmodel.simulate.bound`) is a longest path plus what collectives take from
+region and calibration are those of a template plan. The bound of a graph (`costmodel.simulate.bound`) is a longest path plus what
+collectives take from
 compute phase by phase. Both come apart at the ends of phases, where one chain has waited for everything before it. There the state of a step is
 
     d   when the device's chain is free      h   when the host is free      L   least end of the phase, contention counted
@@ -28,14 +29,14 @@ from typing import Any
 import numpy as np
 
 from costmodel.calibration import Calibration
-from costmodel.comms import network
+from costmodel.comms import GroupShape, Network, network
 from costmodel.contention import RATE_FLOOR
 from costmodel.imbalance import slowest_rank
-from costmodel.lower import Factors, _Builder, _Unit, batch_shape, needs_fsdp, pricer
+from costmodel.lower import Factors, Pricer, _Builder, _Unit, batch_shape, needs_fsdp, pricer
 from costmodel.ops import BACKWARD, FORWARD, op
 from costmodel.plan import Layout, Plan
 from costmodel.sparse import TableLoads, table_loads
-from costmodel.stepgraph import COMPUTE, H2D, HOST, Task
+from costmodel.stepgraph import COMPUTE, HOST, Task, tier_stream
 
 LAYOUT_COLUMNS = ("ddp", "fsdp", "ep", "sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "reshard_after_forward")
 COLUMNS = (*LAYOUT_COLUMNS, "local_batch", "accumulation", "batching", "transport", "execution")
@@ -145,14 +146,29 @@ def _ranks(values: np.ndarray) -> tuple[np.ndarray, int]:
 
 # --- chains of tasks as phases ---
 
-def _taken(share: float, seconds: float) -> np.ndarray:
-    """Seconds of compute that a collective takes, under each cap."""
-    return np.minimum(share, _CAPS) * seconds
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    """One task of a chain for every sparse key `(keys,)`: seconds, eager launch seconds, share taken of compute, tier (0: the compute stream)."""
+
+    seconds: np.ndarray
+    launch: np.ndarray
+    share: np.ndarray
+    tier: np.ndarray
+
+    @property
+    def compute(self) -> np.ndarray:
+        return np.where(self.tier == 0, self.seconds, 0.0)
+
+    @property
+    def taken(self) -> np.ndarray:
+        """`(keys, 4)`."""
+        return np.minimum(self.share[:, None], _CAPS) * self.seconds[:, None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Chains:
-    """Chains of tasks that wait for one another in order, `(n,)`; V and H `(n, modes)` by execution mode, whose launches are `modes` times eager ones."""
+    """Chains of tasks that wait for one another in order, `(n,)`; V and H `(n, modes)` by execution mode, whose launches are `modes` times
+    eager ones."""
 
     D: np.ndarray
     V: np.ndarray
@@ -161,17 +177,16 @@ class _Chains:
     taken: np.ndarray
 
     @classmethod
-    def of(cls, chains: Sequence[Sequence[Task]], modes: np.ndarray) -> _Chains:
-        rows, taken = [], []
-        for tasks in chains:
-            host, end = np.zeros(len(modes)), np.full(len(modes), _NEVER)
-            for task in tasks:
-                host = host + task.host_seconds * modes
-                end = np.maximum(end, host) + task.seconds
-            rows.append([sum(t.seconds for t in tasks), sum(t.seconds for t in tasks if t.stream == COMPUTE), *end, *host])
-            taken.append(sum((_taken(t.sm_fraction, t.seconds) for t in tasks), np.zeros(len(_CAPS))))
-        table, n = np.array(rows), len(modes)
-        return cls(D=table[:, 0], compute=table[:, 1], V=table[:, 2:2 + n], H=table[:, 2 + n:], taken=np.array(taken))
+    def of(cls, slots: Sequence[_Slot], modes: np.ndarray) -> _Chains:
+        n = len(slots[0].seconds)
+        host, end = np.zeros((n, len(modes))), np.full((n, len(modes)), _NEVER)
+        for slot in slots:
+            # an empty slot is no task: nothing of it waits for a launch
+            there = (slot.seconds > 0) | (slot.launch > 0)
+            host = host + slot.launch[:, None] * modes
+            end = np.where(there[:, None], np.maximum(end, host) + slot.seconds[:, None], end)
+        return cls(D=np.sum([s.seconds for s in slots], axis=0), V=end, H=host, compute=np.sum([s.compute for s in slots], axis=0),
+                   taken=np.sum([s.taken for s in slots], axis=0))
 
     def at(self, index: np.ndarray, mode: np.ndarray, cap: np.ndarray) -> _At:
         return _At(D=self.D[index], V=self.V[index, mode], H=self.H[index, mode], W=self.compute[index] + self.taken[index, cap])
@@ -196,6 +211,7 @@ class _Evaluation:
         self.sparse = _Keys(self.blocks.of, c["accumulation"], c["sparse_group"], c["sparse_replicas"], c["fully_sharded_2d"], c["sync_every"],
                             c["transport"])
         self.tiers: dict[str, int] = {"": 0}
+        self._factors: dict[tuple[str, int, int], dict[str, Factors]] = {}
         # launches of each execution mode over eager ones
         self.modes = np.array([pricer(dataclasses.replace(owner.template, execution=name), owner.calibration)._launch(1.0)
                                for name in owner.codes["execution"]])
@@ -215,16 +231,25 @@ class _Evaluation:
     def plan(self, i: int) -> Plan:
         return self.owner.plan(self.columns, int(i))
 
-    def builder(self, plan: Plan, loads: TableLoads | None = None) -> _Builder:
+    def builder(self, plan: Plan) -> _Builder:
         """The lowering's own builder: tasks are made there, and only there."""
         batch = batch_shape(plan, self.factors(plan))
-        shared = pricer(plan, self.owner.calibration)
+        shared = self.pricer(plan)
         shared.keep(batch)
         empty = TableLoads(weights=np.zeros(1), state=np.zeros(1), host_weights=np.zeros(1), served=np.zeros(1), held={})
-        return _Builder(plan, shared, network(plan.cluster, self.owner.calibration, plan.transport), batch, loads if loads is not None else empty)
+        return _Builder(plan, shared, self.network(plan.transport), batch, empty)
+
+    def pricer(self, plan: Plan) -> Pricer:
+        return pricer(plan, self.owner.calibration)
+
+    def network(self, transport: str) -> Network:
+        return network(self.owner.template.cluster, self.owner.calibration, transport)
 
     def factors(self, plan: Plan) -> dict[str, Factors]:
-        return {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest_rank(plan).sequences.items()}
+        key = (plan.batching, plan.local_batch, plan.layout.world_size)
+        if key not in self._factors:
+            self._factors[key] = {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest_rank(plan).sequences.items()}
+        return self._factors[key]
 
     def tier(self, name: str) -> int:
         return self.tiers.setdefault(name, len(self.tiers))
@@ -482,7 +507,8 @@ class _DenseParts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Sparse:
-    """By sparse key: copy of the input [s]; the chains before the splits are read and after (`synced`: whether they are); behind backward, by `_TAIL`:
+    """By sparse key: copy of the input [s]; the chains before the splits are read and after (`synced`: whether they are); behind backward,
+    by `_TAIL`:
     seconds, eager launch seconds `(keys, 5)` and what is taken of compute `(keys, 5, 4)`; tiers `(keys, 2)` of exchange and replicas, and whether
     their collectives take from compute."""
 
@@ -499,35 +525,110 @@ class _Sparse:
 
 _TAIL = ("gather gradients", "gradients", "tables gather backward", "update", "average")
 _GATHER, _EXCHANGE, _TABLES, _UPDATE, _AVERAGE = range(5)
+_BEFORE = ("input", "tables gather forward", "unique ids", "counts")
+_AFTER = ("ids", "lookup", "embeddings", "spread")
+_ONE_NAME = {"tables average": "average", "tables scatter": "average"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A collective as the lowering asks for it, before a transport and a group size price it."""
+
+    kind: str
+    num_bytes: float
+    replicas: bool
+    max_over_mean: float
+    share: float
+
+
+class _Recorder(_Builder):
+    """The lowering's builder, which writes down collectives instead of pricing them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: dict[str, _Asked] = {}
+        self.found: dict[str, Task] = {}
+        self.synced = False
+
+    def add(self, task: Task) -> int:
+        self.found[_ONE_NAME.get(task.name, task.name)] = task
+        self.synced = self.synced or task.stream == HOST
+        return super().add(task)
+
+    def collective(self, name: str, kind: str, num_bytes: float, group: GroupShape, *, max_over_mean: float = 1.0, share: float = 1.0,
+                   **_: object) -> int | None:
+        self.asked[_ONE_NAME.get(name, name)] = _Asked(kind=kind, num_bytes=num_bytes, replicas=group is self.groups["sparse_replicas"],
+                                                       max_over_mean=max_over_mean, share=share)
+        return self.last
 
 
 def _sparse_table(run: _Evaluation) -> _Sparse:
-    rows = [_sparse_row(run, run.plan(i)) for i in run.sparse.first]
-    return _Sparse(before=_Chains.of([r["before"] for r in rows], run.modes), after=_Chains.of([r["after"] for r in rows], run.modes),
-                   **{name: np.array([r[name] for r in rows]) for name in ("copy", "synced", "tail", "launch", "taken", "tiers", "lossy")})
+    c, first = run.columns, run.sparse.first
+    # the work of a rank knows of replicas only whether there are any, and how they keep tables
+    several = (c["sparse_replicas"] > 1).astype(np.int64) * (1 + c["fully_sharded_2d"])
+    works = _Keys(run.blocks.of[first], c["accumulation"][first], c["sparse_group"][first], several[first], c["sync_every"][first])
+    records = [_record(run, run.plan(first[i])) for i in works.first]
+    row = works.of
+    slots = {name: _slot(run, name, records, row) for name in (*_BEFORE, *_AFTER, *_TAIL)}
+    if run.owner.gpu:
+        copy = np.array([r.found["input"].seconds for r in records])[row]
+        slots["input"] = dataclasses.replace(slots["input"], seconds=np.zeros(len(row)))
+    else:
+        copy = np.zeros(len(row))
+    synced = np.array([r.synced for r in records])[row]
+    # without an exchange the lookup is all there is
+    alone = np.array(["embeddings" not in r.asked for r in records])[row]
+    if alone.any():
+        empty = _Slot(seconds=np.where(alone, 0.0, slots["lookup"].seconds), launch=np.where(alone, 0.0, slots["lookup"].launch),
+                      share=slots["lookup"].share, tier=slots["lookup"].tier)
+        slots["unique ids"] = _Slot(seconds=np.where(alone, slots["lookup"].seconds, slots["unique ids"].seconds),
+                                    launch=np.where(alone, slots["lookup"].launch, slots["unique ids"].launch),
+                                    share=empty.share, tier=empty.tier)
+        slots["lookup"] = empty
+    tail = [slots[name] for name in _TAIL]
+    exchange, replicas = ([slots[n] for n in names] for names in (("counts", "ids", "embeddings", "gradients"),
+                                                                 ("tables gather forward", "tables gather backward", "average")))
+    return _Sparse(before=_Chains.of([slots[n] for n in _BEFORE], run.modes), after=_Chains.of([slots[n] for n in _AFTER], run.modes),
+                   copy=copy, synced=synced, tail=np.stack([s.seconds for s in tail], axis=1), launch=np.stack([s.launch for s in tail], axis=1),
+                   taken=np.stack([s.taken for s in tail], axis=1),
+                   tiers=np.stack([np.max([s.tier for s in group], axis=0) for group in (exchange, replicas)], axis=1),
+                   lossy=np.stack([np.any([(s.share > 0) & (s.seconds > 0) for s in group], axis=0) for group in (exchange, replicas)], axis=1))
 
 
-def _sparse_row(run: _Evaluation, plan: Plan) -> dict[str, Any]:
+def _record(run: _Evaluation, plan: Plan) -> _Recorder:
     plan = dataclasses.replace(plan, execution="eager")
     shape = batch_shape(plan, run.factors(plan))
-    made = run.builder(plan, run.owner.loads(plan, {name: s.tokens for name, s in shape.sequences.items()}))
+    loads = run.owner.loads(plan, {name: s.tokens for name, s in shape.sequences.items()})
+    made = _Recorder(plan, run.pricer(plan), run.network(plan.transport), shape, loads)
     made.input()
-    head = made.tasks[0]
-    ahead, begin = ([], len(made.tasks)) if head.stream == H2D else ([head], 1)
     made.sparse_forward()
-    chain = made.tasks[begin:]
-    cut = next((i for i, t in enumerate(chain) if t.stream == HOST), None)
-    begin = len(made.tasks)
     made.sparse_backward(True)
-    tail = {("average" if t.name in ("tables average", "tables scatter") else t.name): t for t in made.tasks[begin:]}
-    assert set(tail) <= set(_TAIL), f"tasks of the sparse backward that the batch does not know: {sorted(set(tail) - set(_TAIL))}"
-    parts = [tail.get(name, _NOTHING) for name in _TAIL]
-    replicas = parts[_TABLES] if parts[_TABLES].seconds else parts[_AVERAGE]
-    names = [t.stream if t.stream != COMPUTE else "" for t in (parts[_EXCHANGE], replicas)]
-    return {"copy": head.seconds if head.stream == H2D else 0.0, "synced": cut is not None, "before": ahead + (chain if cut is None else chain[:cut]),
-            "after": [] if cut is None else chain[cut + 1:], "tail": [t.seconds for t in parts], "launch": [t.host_seconds for t in parts],
-            "taken": [_taken(t.sm_fraction, t.seconds) for t in parts], "tiers": [run.tier(n) for n in names],
-            "lossy": [any(t.sm_fraction and t.seconds and t.stream == name for t in (*chain, *parts)) for name in names]}
+    known = {*_BEFORE, *_AFTER, *_TAIL, "input wait", "splits"}
+    assert {*made.found, *made.asked} <= known, f"tasks of the sparse phase that the batch does not know: {sorted({*made.found, *made.asked} - known)}"
+    return made
+
+
+def _slot(run: _Evaluation, name: str, records: Sequence[_Recorder], row: np.ndarray) -> _Slot:
+    """Task `name` for every sparse key, whose record is `row`."""
+    zero = np.zeros(len(row))
+    if not any(name in r.asked for r in records):
+        tasks = [r.found.get(name, _NOTHING) for r in records]
+        return _Slot(seconds=np.array([t.seconds for t in tasks])[row], launch=np.array([t.host_seconds for t in tasks])[row], share=zero,
+                     tier=zero.astype(np.int64))
+    c, first = run.columns, run.sparse.first
+    keys = _Keys(row, c["sparse_group"][first], c["sparse_replicas"][first], c["transport"][first])
+    costs = []
+    for i in keys.first:
+        asked, at = records[row[i]].asked.get(name), first[i]
+        group, replicas = int(c["sparse_group"][at]), int(c["sparse_replicas"][at])
+        if asked is None:
+            costs.append((0.0, 0.0, 0))
+            continue
+        shape = GroupShape(size=replicas, stride=group) if asked.replicas else GroupShape(size=group)
+        cost = run.network(run.owner.codes["transport"][c["transport"][at]]).cost(asked.kind, asked.num_bytes, shape, max_over_mean=asked.max_over_mean)
+        costs.append((cost.seconds * asked.share, cost.share if run.owner.gpu else 0.0, run.tier(tier_stream(cost.tier)) if cost.tier else 0))
+    table = np.array(costs)[keys.of]
+    return _Slot(seconds=table[:, 0], launch=zero, share=table[:, 1], tier=table[:, 2].astype(np.int64))
 
 
 # --- candidates ---
@@ -588,7 +689,8 @@ def _streams(dense: _Dense, sparse: _Sparse, j: np.ndarray, k: np.ndarray) -> np
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Last:
-    """The last micro-batch from backward on. scattered, summed `(n, 2)`: ends of the last reductions by device and by launches; felt: whether the sparse
+    """The last micro-batch from backward on. scattered, summed `(n, 2)`: ends of the last reductions by device and by launches; felt:
+    whether the sparse
     phase waits for them; left `(n, 4)`: what is taken by the first block's scatter and all-reduce and by all that outlive backward, of each kind."""
 
     backward: _At
