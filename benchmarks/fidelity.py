@@ -86,7 +86,7 @@ def calibrate(space: Space, cluster: Cluster, work: Path, *, preset: str) -> Cal
         plan.save(paths[-1])
     for ranks in sorted({1, min(max(space.ranks), cluster.num_ranks)}):
         out = work / f"samples-{ranks}.jsonl"
-        _launch(
+        torchrun(
             "runtime.microbench",
             ["--out", str(out), "--preset", preset, "--models", *map(str, paths)],
             ranks,
@@ -101,17 +101,18 @@ def calibrate(space: Space, cluster: Cluster, work: Path, *, preset: str) -> Cal
     return calibration
 
 
-def _launch(module: str, arguments: list[str], ranks: int, cluster: Cluster, log: Path, timeout: float = 1200) -> int:
+def torchrun(module: str, arguments: list[str], ranks: int, cluster: Cluster, log: Path, timeout: float = 1200) -> None:
+    """Runs a module under torchrun; an interruption here ends the ranks too."""
     command = launch.torchrun_command(module, arguments, ranks_per_host=ranks)
-    with log.open("w") as out:
-        done = subprocess.run(
-            command, env={**os.environ, **launch.environment(cluster)}, stdout=out, stderr=subprocess.STDOUT, timeout=timeout, check=False
-        )
-    if done.returncode:
-        raise SystemExit(
-            f"{module} on {ranks} ranks failed with {done.returncode}; last lines of {log}:\n" + "\n".join(log.read_text().splitlines()[-15:])
-        )
-    return done.returncode
+    environment = {**os.environ, **launch.environment(cluster)}
+    with log.open("w") as out, subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT) as child:
+        try:
+            code = child.wait(timeout)
+        except BaseException:
+            child.terminate()  # torchrun ends its ranks and then itself
+            raise
+    if code:
+        raise SystemExit(f"{module} on {ranks} ranks failed with {code}; last lines of {log}:\n" + "\n".join(log.read_text().splitlines()[-15:]))
 
 
 def predict(space: Space, cluster: Cluster, calibration: Calibration, work: Path, *, seed: int, count: int) -> list[Path]:
@@ -139,7 +140,7 @@ def run(paths: list[Path], cluster: Cluster) -> None:
         predicted = plan.prediction["step_time"]["value"]
         steps = WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / predicted)))
         start = time.perf_counter()
-        _launch(
+        torchrun(
             "runtime.train",
             [str(path), "--out", str(path.parent), "--steps", str(steps), "--no-eval"],
             plan.layout.world_size,
@@ -181,7 +182,7 @@ def rows(scored: list[Scored], device: str) -> list[results.Row]:
     figures = {"median": float(np.median(errors)), "p90": float(np.quantile(errors, 0.9)), "worst": float(errors.max())}
     found = [
         results.Row(
-            name=f"step time |error|, {key}",
+            name=f"step time, absolute error: {key}",
             value=value,
             unit="%",
             target=targets.get(key),
@@ -257,7 +258,7 @@ def _phase_rows(scored: list[Scored]) -> list[results.Row]:
             signed.append(off * 100)
         found.append(
             results.Row(
-                name=f"phase {phase}: |error| as share of the step, median",
+                name=f"phase {phase}: absolute error as share of the step, median",
                 value=statistics.median(errors),
                 unit="% of step",
                 better="lower",
@@ -279,7 +280,7 @@ def _memory_rows(scored: list[Scored]) -> list[results.Row]:
         if errors:
             found.append(
                 results.Row(
-                    name=f"memory {category}: |error|, median",
+                    name=f"memory {category}: absolute error, median",
                     value=statistics.median(errors),
                     unit="%",
                     better="lower",
