@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -47,7 +48,7 @@ class TableGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name,) if self.count == 1 else tuple(f"{self.name}.{i}" for i in range(self.count))
+        return _names(self.name, self.count)
 
     @property
     def weight_bytes(self) -> int:
@@ -159,6 +160,11 @@ class Model:
     @property
     def num_sparse_parameters(self) -> int:
         return sum(t.rows * t.dim * t.count for t in self.tables)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(name: str, count: int) -> tuple[str, ...]:
+    return (name,) if count == 1 else tuple(f"{name}.{i}" for i in range(count))
 
 
 def _duplicates(names: list[str]) -> list[str]:
