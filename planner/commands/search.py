@@ -84,8 +84,8 @@ def _show(result: SearchResult) -> None:
     columns = [("", "right"), ("step", "right"), ("memory", "right"), ("limited by", "left"), ("plan", "left")]
     certificate = result.certificate
     proof = (
-        f"{certificate.status}: {certificate.candidates} candidates, {certificate.solved} programs solved, {certificate.simulated} plans simulated in "
-        f"{result.seconds:.1f} s; no plan can be more than {certificate.gap:.2%} faster (asked: {certificate.asked:.2%}), "
+        f"{certificate.status}: {certificate.candidates} candidates, {certificate.solved} programs solved, {certificate.simulated} plans simulated "
+        f"in {result.seconds:.1f} s; no plan can be more than {certificate.gap:.2%} faster (asked: {certificate.asked:.2%}), "
         f"the programs' own gap is {certificate.milp_gap:.2%}"
     )
     console.show(
