@@ -6,15 +6,16 @@ host synchronisation:
     1. prepare   (key, bag) of every id; ids outside the offsets get a key past all tables
     2. sort      keys, stable (radix sort): equal ids become one run of sorted positions; then per sorted position one word with its
                  gradient row and whether its run begins or ends there, which spares step 3 a chain of three dependent loads
-    3. runs      a program per tile of P sorted positions owns the runs that begin in it: it gathers their gradient rows (all loads of the
-                 tile in flight), adds them up with a segmented scan inside the tile and updates the table rows of the runs that end
-                 there. A run that goes on for less than a tile is finished from the next tile's rows. A tile that lies wholly inside a
-                 longer run only stores the sum of its rows, and the run's owner stores its share and puts the run on a list.
-    4. long runs a program per listed run adds the stored shares, then updates the one table row.
+    3. runs      a program per tile of P sorted positions: gradient rows and table rows all in flight at once, a segmented scan adds the
+                 gradients up, and every run inside the tile updates its table row. A run that comes in from the tile before leaves
+                 its sum as the tile's `lead` share; one that goes on into the next leaves a `trail` share and enters a list.
+    4. crossing  listed runs that end in the next tile, several at a time: trail + lead, then the update
+    5. long      listed runs over more tiles, one at a time, many shares at once, then the update
 
-Work is balanced whatever the skew: no program handles more than 2 P gradient rows, and a run of n costs n / P shares in step 4.
-Every sum has a fixed order that depends on the sorted positions alone, so results repeat bit for bit; the order of the list does not
-matter, since each entry is a different table row.
+Work is balanced whatever the skew: step 3 gives every program P gradient rows, and a run of n costs n / P shares in step 5.
+Every sum has a fixed order that depends on the sorted positions alone, so results repeat bit for bit; the order of the lists does not
+matter, since each entry is a different table row. Measured on an H200 (8 x 5 M x 128 fp32, 1.3 M ids): a version that finished crossing
+runs inside step 3 took 360 us there, bound by the latency of six dependent loads; this one has two.
 Shapes: N ids, B bags, R table rows, D numbers a row.
 """
 
@@ -82,24 +83,37 @@ def _sequence_kernel(
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "steps", "num_rows", "no_key"])
 def _prepare_kernel(
-    ids_ptr, offsets_ptr, keys_ptr, bags_ptr, count_ptr, num_ids, num_bags, steps, num_rows, no_key,
+    ids_ptr, offsets_ptr, keys_ptr, bags_ptr, counts_ptr, num_ids, num_bags, steps, num_rows, no_key,
     BLOCK: tl.constexpr, JAGGED: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Sort key and bag of each id, and an empty list of long runs."""
-    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """Sort key and bag of each id, and empty lists."""
+    begin = tl.program_id(0) * BLOCK
+    position = begin + tl.arange(0, BLOCK)
     inside = position < num_ids
     key = tl.load(ids_ptr + position, mask=inside, other=0).to(tl.int64)
     used = inside
     if JAGGED:
-        bag = _find_rows(offsets_ptr, position, num_bags, steps)
-        used = used & (bag < num_bags) & (position >= tl.load(offsets_ptr).to(tl.int64))
-        tl.store(bags_ptr + position, bag.to(tl.int32), mask=inside)
+        # bags of the block's first and last position first: between them a few steps are left for each position
+        edges = begin + tl.arange(0, 2) * (BLOCK - 1)
+        bounds = _find_rows(offsets_ptr, edges, num_bags, steps)
+        low = tl.min(bounds, axis=0)
+        span = tl.max(bounds, axis=0) - low
+        bag = tl.zeros_like(position) + low
+        high = bag + span
+        while span > 0:
+            middle = (bag + high + 1) // 2
+            right = tl.load(offsets_ptr + middle).to(tl.int32) <= position
+            bag = tl.where(right, middle, bag)
+            high = tl.where(right, high, middle - 1)
+            span = span // 2
+        used = used & (bag < num_bags) & (position >= tl.load(offsets_ptr).to(tl.int32))
+        tl.store(bags_ptr + position, bag, mask=inside)
     if CHECK:
         tl.device_assert((key >= 0) & (key < num_rows) | ~used, "embedding: an id is outside the table")
     key = tl.where(used, key, no_key)
     tl.store(keys_ptr + position, key.to(keys_ptr.dtype.element_ty), mask=inside)
     if tl.program_id(0) == 0:
-        tl.store(count_ptr, 0)
+        tl.store(counts_ptr + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_ids", "no_key"])
@@ -138,18 +152,17 @@ def _table_rows(weight_ptr, rows, mask, dim, cols, ACC: tl.constexpr):
 
 @triton.jit
 def _apply(
-    weight_ptr, state1_ptr, state2_ptr, rows, mask, grads, old, dim, cols,
+    weight_ptr, state1_ptr, state2_ptr, rows, mask, grads, old, squares, dim, cols,
     lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Optimizer step of table rows `rows (P,)` with summed gradients `grads (P, D)` and present values `old (P, D)`."""
+    """Optimizer step of table rows `rows (P,)`: summed gradients `grads (P, D)`, present values `old (P, D)`, adagrad's `squares (P,)`."""
     if DECAY:
         grads += weight_decay * old
     place = rows[:, None] * dim + cols[None, :]
     full = mask[:, None] & (cols < dim)[None, :]
     if OPTIMIZER == "rowwise_adagrad":
-        squares = tl.sum(tl.where((cols < dim)[None, :], grads * grads, 0.0), axis=1) / dim
-        total = tl.load(state1_ptr + rows, mask=mask, other=0.0) + squares
+        total = squares + tl.sum(tl.where((cols < dim)[None, :], grads * grads, 0.0), axis=1) / dim
         tl.store(state1_ptr + rows, total, mask=mask)
         new = old - (lr / (tl.sqrt(total) + eps))[:, None] * grads
     elif OPTIMIZER == "adam":
@@ -163,7 +176,7 @@ def _apply(
     else:
         new = old - lr * grads
     if ROUND:
-        tl.store(weight_ptr + place, stochastic_round_bf16(new, place, seed), mask=full)
+        tl.store(weight_ptr + place, stochastic_round_bf16(new, rows, cols, seed), mask=full)
     else:
         tl.store(weight_ptr + place, new.to(weight_ptr.dtype.element_ty), mask=full)
 
@@ -173,100 +186,117 @@ def _segment_add(value_a, head_a, value_b, head_b):
     return tl.where(head_b != 0, value_b, value_a + value_b), head_a | head_b
 
 
-@triton.jit(do_not_specialize=["num_ids", "no_key", "seed"])
+@triton.jit
+def _squares(state1_ptr, rows, mask, OPTIMIZER: tl.constexpr, ACC: tl.constexpr):
+    """rowwise_adagrad's state of `rows (P,)`; zeros for the others. Loaded early: with the rows, not after them."""
+    if OPTIMIZER == "rowwise_adagrad":
+        return tl.load(state1_ptr + rows, mask=mask, other=0.0)
+    return tl.zeros(rows.shape, ACC)
+
+
+@triton.jit(do_not_specialize=["num_ids", "tiles", "no_key", "seed"])
 def _runs_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, shares_ptr, list_ptr, count_ptr,
-    num_ids, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed,
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, lead_ptr, trail_ptr, lists_ptr, counts_ptr,
+    num_ids, tiles, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed,
     P: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Step 3: tile of P sorted positions."""
-    tile = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0)
     begin = tile * P
     lane = tl.arange(0, P)
     position = begin + lane
     cols = tl.arange(0, BLOCK_D)
     key = tl.load(keys_ptr + position, mask=position < num_ids, other=no_key).to(tl.int64)
-    word = tl.load(words_ptr + position, mask=position < num_ids, other=0)
+    word = tl.load(words_ptr + position, mask=position < num_ids, other=-1)
     before = tl.load(keys_ptr + begin - 1, mask=begin > 0, other=-1).to(tl.int64)
     last = tl.load(keys_ptr + begin + P - 1, mask=begin + P - 1 < num_ids, other=no_key).to(tl.int64)
-    after = tl.load(keys_ptr + begin + 2 * P - 1, mask=begin + 2 * P - 1 < num_ids, other=no_key).to(tl.int64)
-    interior = (before == last) & (last != no_key)  # the whole tile belongs to a run that began earlier
-    used = (key != no_key) & ((key != before) | interior)  # rows of an earlier, ending run are added by its owner
+    following = tl.load(keys_ptr + begin + P, mask=begin + P < num_ids, other=no_key).to(tl.int64)
+    beyond = tl.load(keys_ptr + begin + 2 * P, mask=begin + 2 * P < num_ids, other=no_key).to(tl.int64)
+    used = key != no_key
+    incoming = used & (key == before)
+    ends = used & (word < 0)
+    whole = ends & ~incoming  # the last position of a run that lies inside this tile
     grads = _gradient_rows(grad_ptr, offsets_ptr, word & _SOURCE, used, dim, cols, MEAN, ACC)
-    ends = used & (word < 0) & ~interior
-    old = _table_rows(weight_ptr, key, ends, dim, cols, ACC)
+    old = _table_rows(weight_ptr, key, whole, dim, cols, ACC)
+    squares = _squares(state1_ptr, key, whole, OPTIMIZER, ACC)
 
-    begins = ((word & _BEGINS) != 0) & ~interior
+    begins = (word & _BEGINS) != 0
     sums, _ = tl.associative_scan((grads, tl.broadcast_to(begins.to(tl.int32)[:, None], [P, BLOCK_D])), 0, _segment_add)
     _apply(
-        weight_ptr, state1_ptr, state2_ptr, key, ends, sums, old, dim, cols,
+        weight_ptr, state1_ptr, state2_ptr, key, whole, sums, old, squares, dim, cols,
         lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
     )  # fmt: skip
 
-    crossing = (last != no_key) & (before != last) & (tl.load(words_ptr + begin + P - 1, mask=begin + P - 1 < num_ids, other=-1) >= 0)
-    if interior | crossing:
+    target = tl.cast(tile, tl.int64) * dim + cols
+    if (tl.load(keys_ptr + begin).to(tl.int64) == before) & (before != no_key):
+        share = tl.sum(tl.where((incoming & (ends | (lane == P - 1)))[:, None], sums, 0.0), axis=0)
+        tl.store(lead_ptr + target, share, mask=cols < dim)
+    if (last == following) & (last != before) & (last != no_key):
         share = tl.sum(tl.where((lane == P - 1)[:, None], sums, 0.0), axis=0)
-        if interior | (last == after):  # long: leave the share for step 4
-            tl.store(shares_ptr + tile * dim + cols, share, mask=cols < dim)
-            if ~interior:
-                tl.store(list_ptr + tl.atomic_add(count_ptr, 1), tile)
-        else:
-            _finish_run(
-                weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, share, last, begin + P, num_ids, no_key,
-                dim, cols, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, P, MEAN, OPTIMIZER, DECAY, ROUND, ACC,
-            )  # fmt: skip
+        tl.store(trail_ptr + target, share, mask=cols < dim)
+        kind = (beyond == last).to(tl.int32)  # 0: ends in the next tile, 1: goes on
+        tl.store(lists_ptr + kind * tiles + tl.atomic_add(counts_ptr + kind, 1), tile)
 
 
-@triton.jit
-def _finish_run(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, share, key, begin, num_ids, no_key,
-    dim, cols, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed,
-    P: tl.constexpr, MEAN: tl.constexpr, OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Add the fewer than P rows of the run of `key` from position `begin` on to `share (D,)` and update its table row."""
-    rest = begin + tl.arange(0, P)
-    same = tl.load(keys_ptr + rest, mask=rest < num_ids, other=no_key).to(tl.int64) == key
-    word = tl.load(words_ptr + rest, mask=rest < num_ids, other=0)
-    one = tl.full([1], 1, tl.int1)
-    row = tl.full([1], 0, tl.int64) + key
-    old = _table_rows(weight_ptr, row, one, dim, cols, ACC)
-    more = _gradient_rows(grad_ptr, offsets_ptr, word & _SOURCE, same, dim, cols, MEAN, ACC)
-    grads = (share + tl.sum(more, axis=0))[None, :]
-    _apply(
-        weight_ptr, state1_ptr, state2_ptr, row, one, grads, old, dim, cols,
-        lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_ids", "no_key", "seed", "programs"])
-def _long_runs_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, shares_ptr, list_ptr, count_ptr,
-    num_ids, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    P: tl.constexpr, TILES: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
+@triton.jit(do_not_specialize=["num_ids", "tiles", "no_key", "seed", "programs"])
+def _crossing_kernel(
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, lead_ptr, trail_ptr, lists_ptr, counts_ptr,
+    num_ids, tiles, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
+    P: tl.constexpr, ITEMS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Step 4: the listed runs, TILES shares at a time."""
+    """Step 4: ITEMS listed runs at a time, each of which ends in the tile after its own."""
     cols = tl.arange(0, BLOCK_D)
-    lane = tl.arange(0, TILES)
-    count = tl.load(count_ptr)
+    count = tl.load(counts_ptr)
+    for base in range(tl.program_id(0) * ITEMS, count, programs * ITEMS):
+        item = base + tl.arange(0, ITEMS)
+        here = item < count
+        owner = tl.load(lists_ptr + item, mask=here, other=0)
+        key = tl.load(keys_ptr + owner * P + P - 1, mask=here, other=0).to(tl.int64)
+        mask = here[:, None] & (cols < dim)[None, :]
+        place = tl.cast(owner, tl.int64)[:, None] * dim + cols[None, :]
+        trail = tl.load(trail_ptr + place, mask=mask, other=0.0)
+        lead = tl.load(lead_ptr + place + dim, mask=mask, other=0.0)
+        old = _table_rows(weight_ptr, key, here, dim, cols, ACC)
+        squares = _squares(state1_ptr, key, here, OPTIMIZER, ACC)
+        _apply(
+            weight_ptr, state1_ptr, state2_ptr, key, here, trail + lead, old, squares, dim, cols,
+            lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_ids", "tiles", "no_key", "seed", "programs"])
+def _long_runs_kernel(
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, lead_ptr, trail_ptr, lists_ptr, counts_ptr,
+    num_ids, tiles, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
+    P: tl.constexpr, ITEMS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Step 5: one listed run at a time, ITEMS shares at a time."""
+    cols = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, ITEMS)
+    count = tl.load(counts_ptr + 1)
     for item in range(tl.program_id(0), count, programs):
-        owner = tl.load(list_ptr + item).to(tl.int64)
+        owner = tl.load(lists_ptr + tiles + item)
         key = tl.load(keys_ptr + owner * P + P - 1).to(tl.int64)
-        total = tl.load(shares_ptr + owner * dim + cols, mask=cols < dim, other=0.0)
+        one = tl.full([1], 1, tl.int1)
+        row = tl.full([1], 0, tl.int64) + key
+        old = _table_rows(weight_ptr, row, one, dim, cols, ACC)
+        squares = _squares(state1_ptr, row, one, OPTIMIZER, ACC)
+        total = tl.load(trail_ptr + tl.cast(owner, tl.int64) * dim + cols, mask=cols < dim, other=0.0)
         first = owner + 1
-        whole = TILES
-        while whole == TILES:  # until a block of tiles is not wholly inside the run
-            tiles = first + lane
-            tail = (tiles + 1) * P - 1
-            inside = (tail < num_ids) & (tl.load(keys_ptr + tail, mask=tail < num_ids, other=no_key).to(tl.int64) == key)
-            mask = inside[:, None] & (cols < dim)[None, :]
-            total += tl.sum(tl.load(shares_ptr + tiles[:, None] * dim + cols[None, :], mask=mask, other=0.0), axis=0)
-            whole = tl.sum(inside.to(tl.int32), axis=0)
-            first += whole
-        _finish_run(
-            weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, total, key, first * P, num_ids, no_key,
-            dim, cols, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, P, MEAN, OPTIMIZER, DECAY, ROUND, ACC,
+        more = ITEMS
+        while more == ITEMS:  # until a block of tiles is not wholly inside the run
+            begin = (first + lane) * P
+            inside = (begin < num_ids) & (tl.load(keys_ptr + begin, mask=begin < num_ids, other=no_key).to(tl.int64) == key)
+            place = tl.cast(first + lane, tl.int64)[:, None] * dim + cols[None, :]
+            total += tl.sum(tl.load(lead_ptr + place, mask=inside[:, None] & (cols < dim)[None, :], other=0.0), axis=0)
+            more = tl.sum(inside.to(tl.int32), axis=0)
+            first += ITEMS
+        _apply(
+            weight_ptr, state1_ptr, state2_ptr, row, one, total[None, :], old, squares, dim, cols,
+            lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
         )  # fmt: skip
 
 
@@ -306,9 +336,11 @@ def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Te
 
 
 POOLED_ROWS = 8  # table rows in flight per program
+BLOCK = 512  # positions per program of steps 1 and 2
 TILE = {"sgd": 16, "rowwise_adagrad": 16, "adam": 8}  # sorted positions per program (P); adam's two states take registers
-LONG_TILES = 32  # shares added at a time in step 4
-LONG_PROGRAMS = 528  # four programs on each of the 132 multiprocessors
+CROSSING_ITEMS = 8
+LONG_ITEMS = 64
+PROGRAMS = 2112  # sixteen programs on each of the 132 multiprocessors; what is not needed leaves at once
 
 
 def embedding_update_(
@@ -326,34 +358,36 @@ def embedding_update_(
     no_key = _NO_KEY_32 if narrow else _NO_KEY_64
     keys = torch.empty(num_ids, dtype=torch.int32 if narrow else torch.int64, device=ids.device)
     bags = torch.empty(num_ids if offsets is not None else 0, dtype=torch.int32, device=ids.device)
-    count = torch.empty(1, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(2, dtype=torch.int32, device=ids.device)
     num_bags = offsets.numel() - 1 if offsets is not None else 0
     offsets = offsets.contiguous() if offsets is not None else None
-    _prepare_kernel[(triton.cdiv(num_ids, 1024),)](
-        ids, offsets, keys, bags, count, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key,
-        BLOCK=1024, JAGGED=offsets is not None, CHECK=check, num_warps=4, debug=check, sanitize_overflow=False,
+    _prepare_kernel[(triton.cdiv(num_ids, BLOCK),)](
+        ids, offsets, keys, bags, counts, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key,
+        BLOCK=BLOCK, JAGGED=offsets is not None, CHECK=check, num_warps=4, debug=check, sanitize_overflow=False,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
     words = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
-    _mark_kernel[(triton.cdiv(num_ids, 1024),)](
-        keys, order, bags, words, num_ids, no_key, BLOCK=1024, JAGGED=offsets is not None, num_warps=4
+    _mark_kernel[(triton.cdiv(num_ids, BLOCK),)](
+        keys, order, bags, words, num_ids, no_key, BLOCK=BLOCK, JAGGED=offsets is not None, num_warps=4
     )
     tile = TILE[optimizer]
     tiles = triton.cdiv(num_ids, tile)
     block_d = triton.next_power_of_2(dim)
-    shares = torch.empty((tiles, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
-    runs = torch.empty(tiles, dtype=torch.int32, device=ids.device)
+    lead, trail = torch.empty((2, tiles, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
+    lists = torch.empty((2, tiles), dtype=torch.int32, device=ids.device)
     arguments = (
-        weight, state1, state2, grad_out, keys, words, offsets, shares, runs, count, num_ids, no_key, dim,
+        weight, state1, state2, grad_out, keys, words, offsets, lead, trail, lists, counts, num_ids, tiles, no_key, dim,
         lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed or 0,
     )  # fmt: skip
     options = dict(
         P=tile, BLOCK_D=block_d, MEAN=mean, OPTIMIZER=optimizer,
         DECAY=weight_decay != 0.0, ROUND=seed is not None, ACC=_accumulator(weight.dtype),
     )  # fmt: skip
-    _runs_kernel[(tiles,)](*arguments, **options, num_warps=max(1, block_d // 128))
-    programs = min(LONG_PROGRAMS, triton.cdiv(tiles, 2))  # a long run owns a tile and has one inside it
-    _long_runs_kernel[(programs,)](*arguments, programs, TILES=LONG_TILES, **options, num_warps=4)
+    warps = max(1, block_d // 128)  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
+    _runs_kernel[(tiles,)](*arguments, **options, num_warps=warps)
+    programs = min(PROGRAMS, tiles)
+    _crossing_kernel[(programs,)](*arguments, programs, ITEMS=CROSSING_ITEMS, **options, num_warps=warps)
+    _long_runs_kernel[(programs,)](*arguments, programs, ITEMS=LONG_ITEMS, **options, num_warps=max(4, warps))
 
 
 def embedding_dense_grad(grad_out: Tensor, ids: Tensor, offsets: Tensor | None, num_rows: int, mean: bool) -> Tensor:

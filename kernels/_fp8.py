@@ -1,9 +1,9 @@
 """fp8 e4m3 and E8M0 in PyTorch: scales by exponent bits, one rounding from fp32, the same results as the Triton kernels bit for bit.
 
-    fp32 scales      scale = max(amax, 448 * 2^-126) / 448, so neither the scale nor its inverse leaves the normal range
+    fp32 scales      a = max(amax, 448 * 2^-126); scale = a * (1 / 448), values are multiplied by 448 / a; both stay in the normal range
     E8M0, floor      code = exponent(amax) - 8: the power of two of the OCP MX rule; values up to 1.14 x 448 saturate
     E8M0, rceil      one more where amax is above 448 * 2^k: the smallest power of two that saturates nothing
-    values           e4m3(clamp(y * (1 / scale), +-448)), round to nearest even, or stochastically
+    values           e4m3(clamp(y * inverse, +-448)), round to nearest even, or stochastically
 
 `exponent` is fp32's biased exponent field, so codes need no logarithm and 2^(code - 127) no exponential: both are inexact on real
 devices. An amax of Inf or NaN gives a NaN scale: a block that is not finite says so when it is read. A zero block has code 0.
@@ -24,10 +24,10 @@ _EXPONENT_BIAS_OF_MAX = 8  # 448 = 1.75 * 2^8
 _MANTISSA_OF_MAX = 0x600000  # 1.75
 
 
-def fp32_scale(amax: Tensor) -> Tensor:
-    """Scale (multiplier that restores the value) that maps `amax` (fp32) to 448."""
-    amax = torch.where(amax == math.inf, math.nan, amax)
-    return amax.clamp(min=MIN_AMAX) / E4M3_MAX
+def fp32_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale that maps `amax` (fp32) to 448: the multiplier that restores the values, and the one that is applied to them."""
+    amax = torch.where(amax == math.inf, math.nan, amax).clamp(min=MIN_AMAX)
+    return amax * (1.0 / E4M3_MAX), E4M3_MAX / amax
 
 
 def e8m0_code(amax: Tensor, *, rceil: bool) -> Tensor:
@@ -53,12 +53,11 @@ def e8m0_inverse(code: Tensor) -> Tensor:
 
 
 def to_e4m3(scaled: Tensor, *, seed: int | None = None) -> Tensor:
-    """Round fp32 values to e4m3, saturating at 448; NaN stays NaN. With a seed, stochastically by each element's index."""
+    """Round an fp32 matrix to e4m3, saturating at 448; NaN stays NaN. With a seed, stochastically by row and column."""
     clamped = scaled.clamp(-E4M3_MAX, E4M3_MAX)
     if seed is None:
         return clamped.to(torch.float8_e4m3fn)
-    index = torch.arange(clamped.numel(), device=clamped.device).view(clamped.shape)
-    noise = (random_bits(index, seed) & 0xFFFFF).to(torch.int32)
+    noise = (random_bits(torch.arange(clamped.shape[0], device=clamped.device), clamped.shape[1], seed) & 0xFFFFF).to(torch.int32)
     magnitude = clamped.abs().view(torch.int32)
     normal = ((magnitude + noise) & ~0xFFFFF).view(torch.float32)
     steps = (clamped.abs().clamp(max=2.0**-6) * 2.0**29).nan_to_num().to(torch.int32)  # 2^-9 in fixed point with 20 fraction bits
@@ -86,5 +85,5 @@ def hadamard_transform(x: Tensor, *, seed: int = 0) -> Tensor:
 
 def hadamard_signs(dim: int, seed: int, device: torch.device) -> Tensor:
     """+1 or -1 for each column, fp32."""
-    bits = random_bits(torch.arange(dim, device=device), seed)
+    bits = random_bits(torch.zeros(1, dtype=torch.int64, device=device), dim, seed)[0]
     return 1.0 - 2.0 * (bits & 1).float()

@@ -15,14 +15,15 @@ from kernels._rounding_triton import random_bits
 from kernels.norm_quant import scales_shape
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
+_SCALE_OF_ONE = tl.constexpr(1.0 / E4M3_MAX)
 _MIN_AMAX = tl.constexpr(MIN_AMAX)
 _HADAMARD = tl.constexpr(HADAMARD_BLOCK)
 _HADAMARD_NORM = tl.constexpr(HADAMARD_BLOCK**-0.5)
 _HADAMARD_STAGES = tl.constexpr(HADAMARD_BLOCK.bit_length() - 1)
 MAX_DIM = 65536
-ELEMENTS = 4096  # of x in a program, at least one row
-ELEMENTS_PER_THREAD = 16  # 32 bytes of bf16 in, 16 bytes of fp8 out
-BACKWARD_PROGRAMS_PER_SM = 4
+ELEMENTS_PER_THREAD = 32  # few threads a row: the reductions, not the bytes, are what costs time (see the table in `_shape`)
+BACKWARD_ELEMENTS_PER_THREAD = 16
+BACKWARD_WARPS_PER_SM = 16
 
 
 # --- pieces --------------------------------------------------------------------------------------------------------------------------
@@ -39,12 +40,7 @@ def _fp32_scale(amax_bits):
     amax = tl.cast(amax_bits, tl.float32, bitcast=True)
     amax = tl.where(amax_bits >= 0x7F800000, float("nan"), amax)
     amax = tl.where(amax < _MIN_AMAX, _MIN_AMAX, amax)
-    return tl.div_rn(amax, tl.full(amax.shape, _E4M3_MAX, tl.float32))
-
-
-@triton.jit
-def _inverse(scale):
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return amax * _SCALE_OF_ONE, tl.div_rn(tl.full(amax.shape, _E4M3_MAX, tl.float32), amax)
 
 
 @triton.jit
@@ -61,10 +57,12 @@ def _e8m0_inverse(code):
 
 
 @triton.jit
-def _to_e4m3(scaled, index, seed, STOCHASTIC: tl.constexpr):
-    clamped = tl.where(scaled > _E4M3_MAX, _E4M3_MAX, tl.where(scaled < -_E4M3_MAX, -_E4M3_MAX, scaled))  # keeps NaN
+def _to_e4m3(scaled, rows, cols, seed, STOCHASTIC: tl.constexpr):
+    """Round to e4m3; the hardware's conversion saturates at 448 and keeps NaN."""
+    clamped = scaled
     if STOCHASTIC:
-        noise = (random_bits(index, seed) & 0xFFFFF).to(tl.int32)
+        clamped = tl.where(scaled > _E4M3_MAX, _E4M3_MAX, tl.where(scaled < -_E4M3_MAX, -_E4M3_MAX, scaled))  # keeps NaN
+        noise = (random_bits(rows, cols, seed) & 0xFFFFF).to(tl.int32)
         bits = tl.cast(clamped, tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         size = tl.cast(magnitude, tl.float32, bitcast=True)
@@ -79,8 +77,8 @@ def _to_e4m3(scaled, index, seed, STOCHASTIC: tl.constexpr):
 @triton.jit
 def _hadamard(y, cols, seed, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """`kernels._fp8.hadamard_transform` of a (ROWS, BLOCK_D) tile."""
-    sign = (random_bits(cols.to(tl.int64), seed) & 1).to(tl.int32)
-    y = tl.where(sign[None, :] == 1, -y, y)
+    sign = (random_bits(tl.zeros([1], tl.int64), cols, seed) & 1).to(tl.int32)
+    y = tl.where(sign == 1, -y, y)
     y = tl.reshape(y, [ROWS, BLOCK_D // _HADAMARD, _HADAMARD])
     for _ in tl.static_range(_HADAMARD_STAGES):  # butterfly on the lowest index bit, which then becomes the highest
         even, odd = tl.split(tl.reshape(y, [ROWS, BLOCK_D // _HADAMARD, _HADAMARD // 2, 2]))
@@ -89,17 +87,35 @@ def _hadamard(y, cols, seed, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, rows, cols, num_rows, dim, ACC: tl.constexpr):
-    mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-    return tl.load(ptr + rows[:, None] * dim + cols[None, :], mask=mask, other=0.0).to(ACC)
+def _load(ptr, rows, cols, num_rows, dim, EVEN: tl.constexpr, ACC: tl.constexpr):
+    """Tile (rows, cols) of a matrix; EVEN says that no row or column is outside: masks cost instructions, which are short here."""
+    place = rows[:, None] * dim + cols[None, :]
+    if EVEN:
+        return tl.load(ptr + place).to(ACC)
+    return tl.load(ptr + place, mask=(rows < num_rows)[:, None] & (cols < dim)[None, :], other=0.0).to(ACC)
 
 
 @triton.jit
-def _affine(y, weight_ptr, bias_ptr, cols, dim, BIAS: tl.constexpr, ACC: tl.constexpr):
-    y = y * tl.load(weight_ptr + cols, mask=cols < dim, other=0.0).to(ACC)[None, :]
-    if BIAS:
-        y += tl.load(bias_ptr + cols, mask=cols < dim, other=0.0).to(ACC)[None, :]
-    return y
+def _store(ptr, data, rows, cols, num_rows, dim, EVEN: tl.constexpr):
+    place = rows[:, None] * dim + cols[None, :]
+    if EVEN:
+        tl.store(ptr + place, data)
+    else:
+        tl.store(ptr + place, data, mask=(rows < num_rows)[:, None] & (cols < dim)[None, :])
+
+
+@triton.jit
+def _scaled_by(y, ptr, cols, dim, EVEN: tl.constexpr, ACC: tl.constexpr):
+    if EVEN:
+        return y * tl.load(ptr + cols).to(ACC)[None, :]
+    return y * tl.load(ptr + cols, mask=cols < dim, other=0.0).to(ACC)[None, :]
+
+
+@triton.jit
+def _amax_bits(y, factor, AXIS: tl.constexpr):
+    """Bits of the largest |y * factor| along an axis; `factor` (> 0) belongs to what is left."""
+    bits = tl.max(_magnitude_bits(y), axis=AXIS)
+    return tl.cast(tl.cast(bits, tl.float32, bitcast=True) * factor, tl.int32, bitcast=True)
 
 
 # --- forward -------------------------------------------------------------------------------------------------------------------------
@@ -108,78 +124,86 @@ def _affine(y, weight_ptr, bias_ptr, cols, dim, BIAS: tl.constexpr, ACC: tl.cons
 @triton.jit
 def _normalise(
     x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps,
-    KIND: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Load whole rows, normalise, store their statistics."""
-    x = _load(x_ptr, rows, cols, num_rows, dim, ACC)
-    if KIND == "none":
-        return x
-    if KIND == "layernorm":
-        mean = tl.sum(x, axis=1) / dim
-        tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
-        x = tl.where((cols < dim)[None, :], x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / dim + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
-    return _affine(x * rstd[:, None], weight_ptr, bias_ptr, cols, dim, BIAS, ACC)
+    """Load whole rows, store their statistics, and return `y (R, D)` and `factor (R,)`, the norm being y * factor.
+
+    The factor (1 / sigma) stays outside because it can be multiplied into the scale: one multiplication less per element.
+    """
+    x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, ACC)
+    factor = tl.full(rows.shape, 1.0, ACC)
+    if KIND != "none":
+        if KIND == "layernorm":
+            mean = tl.sum(x, axis=1) / dim
+            tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+            x -= mean[:, None]
+            if not EVEN:
+                x = tl.where((cols < dim)[None, :], x, 0.0)
+        factor = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
+        tl.store(rstd_ptr + rows, factor, mask=rows < num_rows)
+        x = _scaled_by(x, weight_ptr, cols, dim, EVEN, ACC)
+        if BIAS:
+            x = x * factor[:, None] + tl.load(bias_ptr + cols, mask=cols < dim, other=0.0).to(ACC)[None, :]
+            factor = tl.full(rows.shape, 1.0, ACC)
+    return x, factor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, mean_ptr, rstd_ptr, num_rows, dim, eps,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, mean_ptr, rstd_ptr, num_rows, eps,
+    dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
-    y = _normalise(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, ACC)
-    mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-    tl.store(out_ptr + rows[:, None] * dim + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+    y, factor = _normalise(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, ACC)
+    _store(out_ptr, (y * factor[:, None]).to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
 
 
 @triton.jit(do_not_specialize=["num_rows", "hadamard_seed", "seed"])
 def _norm_quantize_kernel(
     x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, scale_ptr, amax_ptr, mean_ptr, rstd_ptr,
-    num_rows, dim, eps, hadamard_seed, seed,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SCALING: tl.constexpr, BLOCK: tl.constexpr,
-    RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr,
+    num_rows, eps, hadamard_seed, seed,
+    dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SCALING: tl.constexpr,
+    BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
-    y = _normalise(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, tl.float32)
+    y, factor = _normalise(
+        x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, tl.float32
+    )
     if HADAMARD:
         y = _hadamard(y, cols, hadamard_seed, ROWS, BLOCK_D)
     if SCALING == "tensor_delayed":
-        bits = tl.where((rows < num_rows)[:, None], _magnitude_bits(y), 0)
-        tl.atomic_max(amax_ptr, tl.max(bits, axis=None))  # a maximum of integers: the same in any order
-        scaled = y * _inverse(tl.load(scale_ptr))
+        bits = tl.where(rows < num_rows, _amax_bits(y, factor, 1), 0)
+        tl.atomic_max(amax_ptr, tl.max(bits, axis=0))  # a maximum of integers: the same in any order
+        scaled = y * (factor * tl.div_rn(1.0, tl.load(scale_ptr)))[:, None]
     elif SCALING == "rowwise":
-        scale = _fp32_scale(tl.max(_magnitude_bits(y), axis=1))
+        scale, inverse = _fp32_scale(_amax_bits(y, factor, 1))
         tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
-        scaled = y * _inverse(scale)[:, None]
+        scaled = y * (factor * inverse)[:, None]
     else:
         blocks = tl.reshape(y, [ROWS, BLOCK_D // BLOCK, BLOCK])
-        amax = tl.max(_magnitude_bits(blocks), axis=2)
+        amax = _amax_bits(blocks, factor[:, None], 2)
         block = tl.arange(0, BLOCK_D // BLOCK)
         target = rows[:, None] * (dim // BLOCK) + block[None, :]
         mask = (rows < num_rows)[:, None] & (block < dim // BLOCK)[None, :]
         if SCALING == "block128":
-            scale = _fp32_scale(amax)
+            scale, inverse = _fp32_scale(amax)
             tl.store(scales_ptr + target, scale, mask=mask)
-            inverse = _inverse(scale)
         else:
             code = _e8m0_code(amax, RCEIL)
             tl.store(scales_ptr + target, code.to(tl.uint8), mask=mask)
             inverse = _e8m0_inverse(code)
-        scaled = tl.reshape(blocks * inverse[:, :, None], [ROWS, BLOCK_D])
-    place = rows[:, None] * dim + cols[None, :]
-    mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-    tl.store(values_ptr + place, _to_e4m3(scaled, place, seed, STOCHASTIC), mask=mask)
+        scaled = tl.reshape(blocks * (factor[:, None] * inverse)[:, :, None], [ROWS, BLOCK_D])
+    _store(values_ptr, _to_e4m3(scaled, rows, cols, seed, STOCHASTIC), rows, cols, num_rows, dim, EVEN)
 
 
 @triton.jit(do_not_specialize=["num_rows", "hadamard_seed", "seed"])
 def _norm_quantize_square_kernel(
-    x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, num_rows, dim, eps, hadamard_seed, seed,
-    BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, num_rows, eps, hadamard_seed, seed,
+    dim: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """32 rows, BLOCK_D columns at a time; one scale per 32 x 32."""
     tile = tl.program_id(0).to(tl.int64)
@@ -189,33 +213,36 @@ def _norm_quantize_square_kernel(
     if KIND == "layernorm":
         total = tl.zeros([32, BLOCK_D], tl.float32)
         for d0 in range(0, dim, BLOCK_D):
-            total += _load(x_ptr, rows, d0 + tl.arange(0, BLOCK_D), num_rows, dim, tl.float32)
+            total += _load(x_ptr, rows, d0 + tl.arange(0, BLOCK_D), num_rows, dim, EVEN, tl.float32)
         mean = tl.sum(total, axis=1) / dim
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
     if KIND != "none":
         squares = tl.zeros([32, BLOCK_D], tl.float32)
         for d0 in range(0, dim, BLOCK_D):
             cols = d0 + tl.arange(0, BLOCK_D)
-            x = tl.where((cols < dim)[None, :], _load(x_ptr, rows, cols, num_rows, dim, tl.float32) - mean[:, None], 0.0)
+            x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, tl.float32) - mean[:, None]
+            if not EVEN:
+                x = tl.where((cols < dim)[None, :], x, 0.0)
             squares += x * x
-        rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / dim + eps)
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / dim + eps)
         tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
     for d0 in range(0, dim, BLOCK_D):
         cols = d0 + tl.arange(0, BLOCK_D)
-        y = _load(x_ptr, rows, cols, num_rows, dim, tl.float32)
+        y = _load(x_ptr, rows, cols, num_rows, dim, EVEN, tl.float32)
         if KIND != "none":
-            y = _affine((y - mean[:, None]) * rstd[:, None], weight_ptr, bias_ptr, cols, dim, BIAS, tl.float32)
+            y = _scaled_by((y - mean[:, None]) * rstd[:, None], weight_ptr, cols, dim, EVEN, tl.float32)
+            if BIAS:
+                y += tl.load(bias_ptr + cols, mask=cols < dim, other=0.0).to(tl.float32)[None, :]
         if HADAMARD:
             y = _hadamard(y, cols, hadamard_seed, 32, BLOCK_D)
-        y = tl.where((rows < num_rows)[:, None], y, 0.0)
+        if not EVEN:
+            y = tl.where((rows < num_rows)[:, None], y, 0.0)
         blocks = tl.reshape(y, [32, BLOCK_D // 32, 32])
         code = _e8m0_code(tl.max(tl.max(_magnitude_bits(blocks), axis=2), axis=0), RCEIL)
         block = d0 // 32 + tl.arange(0, BLOCK_D // 32)
         tl.store(scales_ptr + tile * (dim // 32) + block, code.to(tl.uint8), mask=block < dim // 32)
         scaled = tl.reshape(blocks * _e8m0_inverse(code)[None, :, None], [32, BLOCK_D])
-        place = rows[:, None] * dim + cols[None, :]
-        mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-        tl.store(values_ptr + place, _to_e4m3(scaled, place, seed, STOCHASTIC), mask=mask)
+        _store(values_ptr, _to_e4m3(scaled, rows, cols, seed, STOCHASTIC), rows, cols, num_rows, dim, EVEN)
 
 
 # --- backward ------------------------------------------------------------------------------------------------------------------------
@@ -223,8 +250,8 @@ def _norm_quantize_square_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "programs"])
 def _norm_backward_kernel(
-    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows, dim, programs,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LAYERNORM: tl.constexpr, ACC: tl.constexpr,
+    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows, programs,
+    dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LAYERNORM: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Rows of tiles pid, pid + programs, ...; partial sums of the weight's and the bias' gradient at the end."""
     pid = tl.program_id(0)
@@ -234,12 +261,13 @@ def _norm_backward_kernel(
     d_bias = tl.zeros([ROWS, BLOCK_D], ACC)
     for tile in range(pid, tl.cdiv(num_rows, ROWS), programs):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        x = _load(x_ptr, rows, cols, num_rows, dim, ACC)
-        grad = _load(grad_ptr, rows, cols, num_rows, dim, ACC)
+        x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, ACC)
+        grad = _load(grad_ptr, rows, cols, num_rows, dim, EVEN, ACC)
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
         if LAYERNORM:
-            mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)
-            x = tl.where((cols < dim)[None, :], x - mean[:, None], 0.0)
+            x -= tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+            if not EVEN:
+                x = tl.where((cols < dim)[None, :], x, 0.0)
             d_bias += grad
         x_hat = x * rstd[:, None]
         d_weight += grad * x_hat
@@ -247,24 +275,46 @@ def _norm_backward_kernel(
         dx = scaled - x_hat * (tl.sum(scaled * x_hat, axis=1) / dim)[:, None]
         if LAYERNORM:
             dx -= (tl.sum(scaled, axis=1) / dim)[:, None]
-        mask = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-        tl.store(dx_ptr + rows[:, None] * dim + cols[None, :], (dx * rstd[:, None]).to(dx_ptr.dtype.element_ty), mask=mask)
+        _store(dx_ptr, (dx * rstd[:, None]).to(dx_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
     target = partial_ptr + tl.cast(pid, tl.int64) * dim + cols
     tl.store(target, tl.sum(d_weight, axis=0), mask=cols < dim)
     if LAYERNORM:
         tl.store(target + tl.cast(programs, tl.int64) * dim, tl.sum(d_bias, axis=0), mask=cols < dim)
 
 
+@triton.jit(do_not_specialize=["programs"])
+def _sum_partials_kernel(
+    partial_ptr, d_weight_ptr, d_bias_ptr, programs, dim, ROWS: tl.constexpr, COLS: tl.constexpr, LAYERNORM: tl.constexpr, ACC: tl.constexpr
+):
+    """Column sums of the programs' shares, in a fixed order."""
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    d_weight = tl.zeros([ROWS, COLS], ACC)
+    d_bias = tl.zeros([ROWS, COLS], ACC)
+    for base in range(0, programs, ROWS):
+        rows = tl.cast(base + tl.arange(0, ROWS), tl.int64)
+        d_weight += _load(partial_ptr, rows, cols, programs, dim, False, ACC)
+        if LAYERNORM:
+            d_bias += _load(partial_ptr + tl.cast(programs, tl.int64) * dim, rows, cols, programs, dim, False, ACC)
+    tl.store(d_weight_ptr + cols, tl.sum(d_weight, axis=0).to(d_weight_ptr.dtype.element_ty), mask=cols < dim)
+    if LAYERNORM:
+        tl.store(d_bias_ptr + cols, tl.sum(d_bias, axis=0).to(d_bias_ptr.dtype.element_ty), mask=cols < dim)
+
+
 # --- launches ------------------------------------------------------------------------------------------------------------------------
 
 
-def _shape(dim: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps: about ELEMENTS elements, ELEMENTS_PER_THREAD each, 4 to 32 warps."""
+def _shape(dim: int, per_thread: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps, so that a thread holds about `per_thread` elements and a warp at least one row."""
     if dim > MAX_DIM:
         raise ValueError(f"x: {dim} columns, CUDA takes up to {MAX_DIM}")
     block_d = max(32, triton.next_power_of_2(dim))
-    rows = max(1, ELEMENTS // block_d)
-    return rows, block_d, min(32, max(4, rows * block_d // (32 * ELEMENTS_PER_THREAD)))
+    warps = min(32, max(1, block_d // (32 * per_thread)))
+    return max(1, warps * 32 * per_thread // block_d), block_d, warps
+
+
+def _even(x: Tensor, rows: int, block_d: int) -> bool:
+    """Whether tiles of (rows, block_d) cover x without a remainder."""
+    return x.shape[0] % rows == 0 and x.shape[1] % block_d == 0
 
 
 def _statistics(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -279,11 +329,11 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, lay
     kind = "layernorm" if layernorm else "rmsnorm"
     mean, rstd = _statistics(x, kind)
     out = torch.empty_like(x)
-    rows, block_d, warps = _shape(dim)
+    rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
     if num_rows:
         _norm_kernel[(triton.cdiv(num_rows, rows),)](
-            x, weight.contiguous(), bias.contiguous() if bias is not None else None, out, mean, rstd, num_rows, dim, eps,
-            ROWS=rows, BLOCK_D=block_d, KIND=kind, BIAS=bias is not None,
+            x, weight.contiguous(), bias.contiguous() if bias is not None else None, out, mean, rstd, num_rows, eps,
+            dim=dim, ROWS=rows, BLOCK_D=block_d, KIND=kind, BIAS=bias is not None, EVEN=_even(x, rows, block_d),
             ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=warps,
         )  # fmt: skip
     return out, mean, rstd
@@ -294,17 +344,21 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
     num_rows, dim = x.shape
-    rows, block_d, warps = _shape(dim)
+    rows, block_d, warps = _shape(dim, BACKWARD_ELEMENTS_PER_THREAD)
     dx = torch.empty_like(x)
-    programs = min(BACKWARD_PROGRAMS_PER_SM * _num_sms(x.device), max(1, triton.cdiv(num_rows, rows)))
+    programs = min(max(1, BACKWARD_WARPS_PER_SM // warps) * _num_sms(x.device), max(1, triton.cdiv(num_rows, rows)))
     partial = torch.empty((2 if layernorm else 1, programs, dim), dtype=rstd.dtype, device=x.device)
+    accumulate = tl.float64 if x.dtype == torch.float64 else tl.float32
     _norm_backward_kernel[(programs,)](
-        grad, x, weight.contiguous(), mean, rstd, dx, partial, num_rows, dim, programs,
-        ROWS=rows, BLOCK_D=block_d, LAYERNORM=layernorm, ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=warps,
+        grad, x, weight.contiguous(), mean, rstd, dx, partial, num_rows, programs,
+        dim=dim, ROWS=rows, BLOCK_D=block_d, LAYERNORM=layernorm, EVEN=_even(x, rows, block_d), ACC=accumulate, num_warps=warps,
     )  # fmt: skip
-    sums = partial.sum(1)
-    d_bias = sums[1] if layernorm else torch.zeros_like(sums[0])
-    return dx, sums[0].to(weight.dtype).clone(), d_bias.to(weight.dtype).clone()
+    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    d_bias = torch.empty_like(d_weight) if layernorm else weight.new_empty(0)
+    _sum_partials_kernel[(triton.cdiv(dim, 32),)](
+        partial, d_weight, d_bias, programs, dim, ROWS=128, COLS=32, LAYERNORM=layernorm, ACC=accumulate, num_warps=4
+    )
+    return dx, d_weight, d_bias
 
 
 def _num_sms(device: torch.device) -> int:
@@ -326,15 +380,16 @@ def norm_quantize(
     amax = torch.zeros(() if scaling == "tensor_delayed" else (0,), dtype=torch.int32, device=x.device)
     options = dict(KIND=kind, BIAS=bias is not None, RCEIL=rceil, HADAMARD=hadamard_seed is not None, STOCHASTIC=seed is not None)
     if num_rows and scaling == "mxfp8_32x32":
+        block_d = min(128, triton.next_power_of_2(dim))
         _norm_quantize_square_kernel[(triton.cdiv(num_rows, 32),)](
-            x, weight, bias, values, scales, mean, rstd, num_rows, dim, eps, hadamard_seed or 0, seed or 0,
-            BLOCK_D=min(128, triton.next_power_of_2(dim)), num_warps=4, **options,
+            x, weight, bias, values, scales, mean, rstd, num_rows, eps, hadamard_seed or 0, seed or 0,
+            dim=dim, BLOCK_D=block_d, EVEN=_even(x, 32, block_d), num_warps=4, **options,
         )  # fmt: skip
     elif num_rows:
-        rows, block_d, warps = _shape(dim)
+        rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
         block = {"block128": 128, "mxfp8_1x32": 32}.get(scaling, 1)
         _norm_quantize_kernel[(triton.cdiv(num_rows, rows),)](
-            x, weight, bias, values, scales, scale, amax, mean, rstd, num_rows, dim, eps, hadamard_seed or 0, seed or 0,
-            ROWS=rows, BLOCK_D=block_d, SCALING=scaling, BLOCK=block, num_warps=warps, **options,
+            x, weight, bias, values, scales, scale, amax, mean, rstd, num_rows, eps, hadamard_seed or 0, seed or 0,
+            dim=dim, EVEN=_even(x, rows, block_d), ROWS=rows, BLOCK_D=block_d, SCALING=scaling, BLOCK=block, num_warps=warps, **options,
         )  # fmt: skip
     return values, scales, amax.view(torch.float32), mean, rstd

@@ -1,8 +1,8 @@
 """Counter-based random bits and stochastic rounding, the same on the CPU and in Triton.
 
-Element `i` (a 64-bit index) under seed `s` gets the 32 bits
+The element at (row, column) of a matrix gets, under seed `s`, the 32 bits
 
-    bits(i, s) = mix(lo(i) ^ mix(hi(i) ^ mix(s)))       mix: a 32-bit finaliser (xor-shift, multiply, xor-shift, multiply, xor-shift)
+    bits = mix(column ^ mix(lo(row) ^ mix(hi(row) ^ mix(s))))     mix: a 32-bit finaliser of xor-shifts and multiplications
 
 They depend on nothing else: not on the launch grid, the tile size or the device, so a rounded result is reproducible and the CPU
 path checks the GPU path bit by bit. This is not a cryptographic generator, and consecutive seeds are as good as random ones.
@@ -28,14 +28,15 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def random_bits(index: Tensor, seed: int) -> Tensor:
-    """32 random bits for every entry of `index` (int64), as an int64 tensor of values in [0, 2**32)."""
-    key = _mix(torch.tensor(seed & _U32, dtype=torch.int64, device=index.device))
-    return _mix((index & _U32) ^ _mix(((index >> 32) & _U32) ^ key))
+def random_bits(rows: Tensor, dim: int, seed: int) -> Tensor:
+    """32 random bits for the first `dim` columns of each of `rows (N,)` (int64): `(N, dim)`, int64 values in [0, 2**32)."""
+    key = _mix(torch.tensor(seed & _U32, dtype=torch.int64, device=rows.device))
+    key = _mix((rows & _U32) ^ _mix(((rows >> 32) & _U32) ^ key))
+    return _mix(torch.arange(dim, device=rows.device) ^ key.unsqueeze(1))
 
 
-def stochastic_round_bf16(x: Tensor, index: Tensor, seed: int) -> Tensor:
-    """Round fp32 `x` to bf16 without bias, with the random bits of `index` (same shape, int64). Inf and NaN pass through."""
-    noise = (random_bits(index, seed) & 0xFFFF).to(torch.int32)
+def stochastic_round_bf16(x: Tensor, rows: Tensor, seed: int) -> Tensor:
+    """Round fp32 `x (N, D)`, rows `rows (N,)` of a matrix, to bf16 without bias. Inf and NaN pass through."""
+    noise = (random_bits(rows, x.shape[1], seed) & 0xFFFF).to(torch.int32)
     cut = ((x.view(torch.int32) + noise) & -65536).view(torch.float32)
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)

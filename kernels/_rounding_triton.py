@@ -20,18 +20,18 @@ def mix(x):
 
 
 @triton.jit
-def random_bits(index, seed):
-    """32 random bits of each int64 `index` under `seed` (its low 32 bits), uint32."""
-    key = mix(tl.cast(seed, tl.uint32))
-    high = tl.cast(index >> 32, tl.uint32)
-    return mix(tl.cast(index, tl.uint32) ^ mix(high ^ key))
+def random_bits(rows, cols, seed):
+    """32 random bits, uint32 (N, D), of rows `rows (N,)` (int64) and columns `cols (D,)` under `seed` (its low 32 bits)."""
+    key = mix(tl.cast(rows >> 32, tl.uint32) ^ mix(tl.cast(seed, tl.uint32)))
+    key = mix(tl.cast(rows, tl.uint32) ^ key)
+    return mix(tl.cast(cols, tl.uint32)[None, :] ^ key[:, None])
 
 
 @triton.jit
-def stochastic_round_bf16(x, index, seed):
-    """fp32 -> bf16 without bias; Inf and NaN pass through."""
+def stochastic_round_bf16(x, rows, cols, seed):
+    """fp32 (N, D) -> bf16 without bias; Inf and NaN pass through."""
     bits = tl.cast(x, tl.uint32, bitcast=True)
-    noise = random_bits(index, seed) & 0xFFFF
+    noise = random_bits(rows, cols, seed) & 0xFFFF
     cut = (bits + noise) & 0xFFFF0000
     finite = (bits & 0x7F800000) != 0x7F800000
     return tl.cast(tl.where(finite, cut, bits), tl.float32, bitcast=True).to(tl.bfloat16)

@@ -296,9 +296,7 @@ def _embedding_update(
     else:
         new = old.add_(grads, alpha=-lr)
     if seed is not None:
-        dim = weight.shape[1]
-        index = rows.unsqueeze(1) * dim + torch.arange(dim)
-        weight[rows] = stochastic_round_bf16(new, index, seed)
+        weight[rows] = stochastic_round_bf16(new, rows, seed)
     else:
         weight[rows] = new.to(weight.dtype)
 

@@ -106,16 +106,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: fl
 
 def norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, *, rstd: Tensor, mean: Tensor | None, kind: Kind
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of a norm: `(d x, d weight, d bias)` for the gradient `grad (T, D)` of its output, in the dtypes of x and weight.
 
     Behind `norm_quantize`, `grad` is the gradient of the output as if it had not been quantised (straight-through), before any Hadamard
-    transform. d bias is the column sum of `grad`; a norm without bias ignores it.
+    transform. d bias is the column sum of `grad`, None for rmsnorm.
     """
     _check_norm(x, weight, None, kind)
     if grad.shape != x.shape:
         raise ValueError(f"grad: expected shape {tuple(x.shape)}, got {tuple(grad.shape)}")
-    return torch.ops.planner_kernels.norm_backward(grad, x, weight, mean, rstd, kind == "layernorm")
+    dx, d_weight, d_bias = torch.ops.planner_kernels.norm_backward(grad, x, weight, mean, rstd, kind == "layernorm")
+    return dx, d_weight, d_bias if kind == "layernorm" else None
 
 
 def _normalise(x: Tensor, eps: float, layernorm: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,13 +159,13 @@ def _norm_backward(
     dx = scaled - x_hat * (scaled * x_hat).mean(1, keepdim=True)
     if layernorm:
         dx = dx - scaled.mean(1, keepdim=True)
-    d_weight, d_bias = (grad * x_hat).sum(0), grad.sum(0)
-    return (dx * rstd.unsqueeze(1)).to(x.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+    d_bias = grad.sum(0) if layernorm else grad.new_zeros(0)
+    return (dx * rstd.unsqueeze(1)).to(x.dtype), (grad * x_hat).sum(0).to(weight.dtype), d_bias.to(weight.dtype)
 
 
 @_norm_backward.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, layernorm: bool):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape if layernorm else 0)
 
 
 def _forward_setup(ctx, inputs, output) -> None:
@@ -297,14 +298,13 @@ def _norm_quantize(
         amax = y.abs().amax() if y.numel() else torch.zeros(())
         return _fp8.to_e4m3(y * (1.0 / scale.reshape(())), seed=seed), torch.zeros(0), amax, mean, rstd.clone()
     if scaling == "rowwise":
-        scales = _fp8.fp32_scale(y.abs().amax(1, keepdim=True))
-        return _fp8.to_e4m3(y * (1.0 / scales), seed=seed), scales, amax, mean, rstd.clone()
+        scales, inverse = _fp8.fp32_scale(y.abs().amax(1, keepdim=True))
+        return _fp8.to_e4m3(y * inverse, seed=seed), scales, amax, mean, rstd.clone()
     block = _BLOCK[scaling]
     blocks = y.reshape(num_rows, dim // block, block)
     block_amax = blocks.abs().amax(2)
     if scaling == "block128":
-        scales = _fp8.fp32_scale(block_amax)
-        inverse = 1.0 / scales
+        scales, inverse = _fp8.fp32_scale(block_amax)
     else:
         if scaling == "mxfp8_32x32":
             padded = torch.nn.functional.pad(block_amax, (0, 0, 0, -num_rows % 32))
