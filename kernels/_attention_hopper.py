@@ -45,6 +45,9 @@ def _activate(x, KIND: gl.constexpr, APPROX: gl.constexpr):
         half = 0.5 * x
         return half + half * t
     elif KIND == "silu":
+        if APPROX:
+            half = 0.5 * x
+            return half + half * _tanh_approx(half)
         return x * _reciprocal(1.0 + gl.exp2(x * -1.4426950408889634))
     elif KIND == "relu":
         return gl.maximum(x, 0.0)
@@ -72,12 +75,13 @@ def _key_range(first, last, shift, k_len, window, CAUSAL: gl.constexpr, WINDOW: 
 
 
 @gluon.jit
-def _read_tile(q_offsets, k_offsets, tiles, index, H, CAUSAL: gl.constexpr):
-    """Head, first row of the 2M-row tile, and the sequence's spans."""
+def _read_tile(q_offsets, k_offsets, tiles, index, total, H, CAUSAL: gl.constexpr):
+    """Head, first row of the 2M-row tile, and the sequence's spans; harmless past the last tile, so that it can be read ahead."""
+    real = index < total
     head = index % H
     entry = index // H
-    sequence = gl.load(tiles + 2 * entry)
-    tile = gl.load(tiles + 2 * entry + 1)
+    sequence = gl.load(tiles + 2 * entry, mask=real, other=0)
+    tile = gl.load(tiles + 2 * entry + 1, mask=real, other=0)
     q_start = gl.load(q_offsets + sequence).to(gl.int32)
     q_len = gl.load(q_offsets + sequence + 1).to(gl.int32) - q_start
     k_start = gl.load(k_offsets + sequence).to(gl.int32)
@@ -110,16 +114,18 @@ def _produce(
     step = 0  # blocks of keys handed over so far
     done = 0  # tiles handed over so far
     tails = 0
-    for index in range(gl.program_id(0), gl.load(count) * H, gl.num_programs(0)):
-        head, first, q_start, q_len, k_start, k_len = _read_tile(q_offsets, k_offsets, tiles, index, H, CAUSAL)
+    total = gl.load(count) * H
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        head, first, q_start, q_len, k_start, k_len = _read_tile(q_offsets, k_offsets, tiles, index, total, H, CAUSAL)
         last = gl.minimum(first + 2 * M, q_len)
         low, high, _a, _b = _key_range(first, last, k_len - q_len, k_len, window, CAUSAL, WINDOW, N)
         if high > low:
             for half in gl.static_range(2):
-                mbarrier.wait(q_empty.index(half), (done & 1) ^ 1)
-                mbarrier.expect(q_ready.index(half), q_desc.block_type.nbytes)
+                slot = 2 * (done & 1) + half
+                mbarrier.wait(q_empty.index(slot), ((done >> 1) & 1) ^ 1)
+                mbarrier.expect(q_ready.index(slot), q_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    q_desc, [q_start + first + half * M, head * q_head], q_ready.index(half), q_smem.index(half)
+                    q_desc, [q_start + first + half * M, head * q_head], q_ready.index(slot), q_smem.index(slot)
                 )
             done += 1
             for start in range(low, high, N):
@@ -198,8 +204,16 @@ def _consume(
     dtype: gl.constexpr = v_smem.dtype
     step = 0
     done = 0
-    for index in range(gl.program_id(0), gl.load(count) * H, gl.num_programs(0)):
-        head, first, q_start, q_len, k_start, k_len = _read_tile(q_offsets, k_offsets, tiles, index, H, CAUSAL)
+    total = gl.load(count) * H
+    # the next tile's numbers are fetched while this one computes: two dependent reads would cost about a microsecond a tile
+    head_next, first_next, q_start_next, q_len_next, _k, k_len_next = _read_tile(
+        q_offsets, k_offsets, tiles, gl.program_id(0), total, H, CAUSAL
+    )
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        head, first, q_start, q_len, k_len = head_next, first_next, q_start_next, q_len_next, k_len_next
+        head_next, first_next, q_start_next, q_len_next, _k, k_len_next = _read_tile(
+            q_offsets, k_offsets, tiles, index + gl.num_programs(0), total, H, CAUSAL
+        )
         last = gl.minimum(first + 2 * M, q_len)
         shift = k_len - q_len
         low, high, full_low, full_high = _key_range(first, last, shift, k_len, window, CAUSAL, WINDOW, N)
@@ -209,9 +223,10 @@ def _consume(
         m = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
         norm = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
         if high > low:
-            mbarrier.wait(q_ready.index(HALF), done & 1)
+            slot = 2 * (done & 1) + HALF
+            mbarrier.wait(q_ready.index(slot), (done >> 1) & 1)
             if begin < q_len:
-                q = q_smem.index(HALF)
+                q = q_smem.index(slot)
                 empty_scores = gl.zeros([M, N], gl.float32, s_layout)
                 stage = step % STAGES
                 mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
@@ -239,15 +254,15 @@ def _consume(
                     if KIND == "softmax":
                         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
                     p = gl.convert_layout(p_next.to(dtype), p_layout)
-                mbarrier.arrive(q_empty.index(HALF))
+                mbarrier.arrive(q_empty.index(slot))
                 mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
                 out_token = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[out_token])
                 mbarrier.arrive(v_empty.index(stage))
                 step += 1
             else:  # no row of this consumer is left: only hand the buffers back
-                mbarrier.arrive(q_empty.index(HALF))
-                for start in range(low, high, N):
+                mbarrier.arrive(q_empty.index(slot))
+                for _start in range(low, high, N):
                     stage = step % STAGES
                     mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
                     mbarrier.arrive(k_empty.index(stage))
@@ -280,20 +295,20 @@ def hopper_forward_kernel(
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Persistent over `tiles` (2M query rows each) of every head. Scores scale by `scale` > 0 (base 2 for softmax)."""
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, M, D], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [4, M, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, N, D], v_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(tail, count=1)
-    for half in gl.static_range(2):
-        mbarrier.init(q_ready.index(half), count=1)
-        mbarrier.init(q_empty.index(half), count=1)
+    for slot in gl.static_range(4):  # two tiles of two halves: the next tile's queries load while this tile's are in use
+        mbarrier.init(q_ready.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)

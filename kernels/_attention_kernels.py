@@ -1,4 +1,4 @@
-"""Triton kernels of jagged attention: forward, the fused backward (keys outer or queries outer), and dQ alone.
+"""Triton kernels of jagged attention: forward, the fused backward for few queries, and the split backward (dK and dV, then dQ).
 
 Legend: M query rows of a tile, N key rows, D head dim. Scores are kept in base 2 for softmax (`exp2` is one instruction), so
 `scale` arrives multiplied by log2(e) there. Tensors are `(rows, heads, D)` with unit stride in D; row indices are 64-bit.
@@ -332,13 +332,13 @@ def _store_rows(base, rows, length, stride, x, D: tl.constexpr):
 
 
 @triton.jit
-def _keys_outer_step(
-    k, v, dk, dv, start, first, q_base, do_base, dq_base, dq_out, columns, q_len, k_len, shift, head, q_start, k_start,
+def _keys_step(
+    k, v, dk, dv, start, q_base, do_base, columns, q_len, k_len, shift, head, q_start, k_start,
     row_stats, lse, delta, q_times, k_times, position_table, position_rows, time_table, time_rows, dposition, dtime, copy,
-    H, window, scale, dq_scale, q_stride, do_stride,
+    H, window, scale, q_stride, do_stride,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr,
-    TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, OWNER: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     rows = start + tl.arange(0, M)
     q = _load_rows(q_base, rows, q_len, q_stride, D, EDGE)
@@ -351,35 +351,20 @@ def _keys_outer_step(
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = ds.to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    if OWNER:
-        dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * dq_scale
-        low, high, _full_low, _full_high = _key_range(start, start + M, shift, k_len, window, CAUSAL, WINDOW, N)
-        if first > low:
-            dq += _load_rows(dq_base, rows, q_len, H * D, D, True)
-        if first + N >= high:
-            _store_rows(dq_out, rows, q_len, H * D, dq, D)
-        else:
-            _store_rows(dq_base, rows, q_len, H * D, dq, D)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["total_q", "window", "position_rows", "time_rows"])
-def keys_outer_kernel(
-    grad, q, k, v, lse, delta, dq, dq_partial, dk, dv, q_offsets, k_offsets, slots,
+def keys_kernel(
+    grad, q, k, v, lse, delta, dk, dv, q_offsets, k_offsets, slots,
     position_table, time_table, q_times, k_times, position_rows, time_rows, dposition, dtime,
     g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, total_q, H, GROUP: tl.constexpr,
     window, scale, dq_scale, inv_divisor,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    POSITION: tl.constexpr, TIME: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr, OWNER: tl.constexpr,
+    POSITION: tl.constexpr, TIME: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of N keys stay in registers while the queries of all heads that share them pass.
-
-    OWNER: the program takes all keys of one (sequence, K/V head), and dQ too: it adds its N-key contributions in float32 scratch
-    that only it touches, in a fixed order, and writes the finished rows on a tile's last visit. A sequence of at most N keys needs
-    no scratch at all. `slots` is then the order of the sequences.
-    Otherwise the program takes one N-key block, and dQ is left to `queries_kernel`. `slots` is then the tile map of the keys.
-    """
+    """dK and dV of one block of N keys and one K/V head, over the queries of all heads that share it."""
     kv_heads = H // GROUP
     kv_head = tl.program_id(0) % kv_heads
     slot = tl.program_id(0) // kv_heads
@@ -391,73 +376,54 @@ def keys_outer_kernel(
     k_start = tl.load(k_offsets + sequence).to(tl.int64)
     k_len = (tl.load(k_offsets + sequence + 1).to(tl.int64) - k_start).to(tl.int32)
     shift = k_len - q_len
-    begin = 0
-    end = k_len
-    if not OWNER:
-        begin = (slot - (k_start // N).to(tl.int32) - sequence) * N
-        end = tl.minimum(begin + N, k_len)
+    first = (slot - (k_start // N).to(tl.int32) - sequence) * N
+    if first >= k_len:
+        return
     copy = tl.program_id(0) % COPIES
     k_base = k + k_start * k_stride + kv_head * k_head
     v_base = v + k_start * v_stride + kv_head * v_head
     out_base = k_start * (kv_heads * D) + kv_head * D
 
-    for first in range(begin, end, N):
-        columns = first + tl.arange(0, N)
-        k_tile = _load_rows(k_base, columns, k_len, k_stride, D, True)
-        v_tile = _load_rows(v_base, columns, k_len, v_stride, D, True)
-        dk_acc = tl.zeros([N, D], tl.float32)
-        dv_acc = tl.zeros([N, D], tl.float32)
-        last = tl.minimum(first + N, k_len)
-        low, high, full_low, full_high = _row_range(first, last, shift, q_len, window, CAUSAL, WINDOW, M)
-        if not SPLIT:
-            full_low = high
-            full_high = high
-        for sub in tl.static_range(GROUP):
-            head = kv_head * GROUP + sub
-            q_base = q + q_start * q_stride + head * q_head
-            do_base = grad + q_start * g_stride + head * g_head
-            dq_base = dq_partial + q_start * (H * D) + head * D
-            dq_out = dq + q_start * (H * D) + head * D
-            row_stats = tl.cast(head, tl.int64) * total_q + q_start
-            if CAUSAL or WINDOW or not SPLIT:
-                for start in tl.range(low, tl.minimum(full_low, high), M, num_stages=STAGES):
-                    dk_acc, dv_acc = _keys_outer_step(
-                        k_tile, v_tile, dk_acc, dv_acc, start, first, q_base, do_base, dq_base, dq_out, columns, q_len, k_len, shift,
-                        head, q_start, k_start, row_stats, lse, delta, q_times, k_times, position_table, position_rows,
-                        time_table, time_rows, dposition, dtime, copy, H, window, scale, dq_scale, q_stride, g_stride,
-                        KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, OWNER, M, N, D,
-                    )  # fmt: skip
-            if SPLIT:
-                for start in tl.range(full_low, full_high, M, num_stages=STAGES):
-                    dk_acc, dv_acc = _keys_outer_step(
-                        k_tile, v_tile, dk_acc, dv_acc, start, first, q_base, do_base, dq_base, dq_out, columns, q_len, k_len, shift,
-                        head, q_start, k_start, row_stats, lse, delta, q_times, k_times, position_table, position_rows,
-                        time_table, time_rows, dposition, dtime, copy, H, window, scale, dq_scale, q_stride, g_stride,
-                        KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, OWNER, M, N, D,
-                    )  # fmt: skip
-                for start in tl.range(full_high, high, M, num_stages=STAGES if WINDOW else 1):
-                    dk_acc, dv_acc = _keys_outer_step(
-                        k_tile, v_tile, dk_acc, dv_acc, start, first, q_base, do_base, dq_base, dq_out, columns, q_len, k_len, shift,
-                        head, q_start, k_start, row_stats, lse, delta, q_times, k_times, position_table, position_rows,
-                        time_table, time_rows, dposition, dtime, copy, H, window, scale, dq_scale, q_stride, g_stride,
-                        KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, OWNER, M, N, D,
-                    )  # fmt: skip
-        _store_rows(dk + out_base, columns, k_len, kv_heads * D, dk_acc * dq_scale, D)
-        _store_rows(dv + out_base, columns, k_len, kv_heads * D, dv_acc * inv_divisor, D)
-        if OWNER:
-            tl.debug_barrier()  # the next block of keys reads the partial dQ that other threads of this program wrote
-
-    if OWNER:  # rows that keep no column were never visited
-        unseen = tl.where(k_len == 0, tl.cdiv(q_len, M) * M, 0)
-        if CAUSAL:
-            unseen = tl.maximum(unseen, tl.maximum(-shift, 0) // M * M)
-        elif WINDOW:
-            unseen = tl.maximum(unseen, tl.maximum(1 - shift - window, 0) // M * M)
-        for sub in tl.static_range(GROUP):
-            for start in range(0, tl.minimum(unseen, tl.cdiv(q_len, M) * M), M):
-                zeros = tl.zeros([M, D], tl.float32)
-                base = dq + q_start * (H * D) + (kv_head * GROUP + sub) * D
-                _store_rows(base, start + tl.arange(0, M), q_len, H * D, zeros, D)
+    columns = first + tl.arange(0, N)
+    k_tile = _load_rows(k_base, columns, k_len, k_stride, D, True)
+    v_tile = _load_rows(v_base, columns, k_len, v_stride, D, True)
+    dk_acc = tl.zeros([N, D], tl.float32)
+    dv_acc = tl.zeros([N, D], tl.float32)
+    last = tl.minimum(first + N, k_len)
+    low, high, full_low, full_high = _row_range(first, last, shift, q_len, window, CAUSAL, WINDOW, M)
+    if not SPLIT:
+        full_low = high
+        full_high = high
+    for sub in tl.static_range(GROUP):
+        head = kv_head * GROUP + sub
+        q_base = q + q_start * q_stride + head * q_head
+        do_base = grad + q_start * g_stride + head * g_head
+        row_stats = tl.cast(head, tl.int64) * total_q + q_start
+        if CAUSAL or WINDOW or not SPLIT:
+            for start in tl.range(low, tl.minimum(full_low, high), M, num_stages=STAGES):
+                dk_acc, dv_acc = _keys_step(
+                    k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, k_len, shift,
+                    head, q_start, k_start, row_stats, lse, delta, q_times, k_times, position_table, position_rows,
+                    time_table, time_rows, dposition, dtime, copy, H, window, scale, q_stride, g_stride,
+                    KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, M, D,
+                )  # fmt: skip
+        if SPLIT:
+            for start in tl.range(full_low, full_high, M, num_stages=STAGES):
+                dk_acc, dv_acc = _keys_step(
+                    k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, k_len, shift,
+                    head, q_start, k_start, row_stats, lse, delta, q_times, k_times, position_table, position_rows,
+                    time_table, time_rows, dposition, dtime, copy, H, window, scale, q_stride, g_stride,
+                    KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, M, D,
+                )  # fmt: skip
+            for start in tl.range(full_high, high, M, num_stages=STAGES if WINDOW else 1):
+                dk_acc, dv_acc = _keys_step(
+                    k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, k_len, shift,
+                    head, q_start, k_start, row_stats, lse, delta, q_times, k_times, position_table, position_rows,
+                    time_table, time_rows, dposition, dtime, copy, H, window, scale, q_stride, g_stride,
+                    KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, M, D,
+                )  # fmt: skip
+    _store_rows(dk + out_base, columns, k_len, kv_heads * D, dk_acc * dq_scale, D)
+    _store_rows(dv + out_base, columns, k_len, kv_heads * D, dv_acc * inv_divisor, D)
 
 
 @triton.jit(do_not_specialize=["total_q", "window", "position_rows", "time_rows"])
@@ -472,7 +438,7 @@ def few_queries_kernel(
 ):  # fmt: skip
     """All gradients of one (sequence, head) whose queries fit one tile: keys pass once, dQ stays in registers (transposed).
 
-    Longer queries than M take further passes that add to dK and dV; correct, but what `keys_outer_kernel` is for. H = Hkv only.
+    Longer queries than M take further passes that add to dK and dV; correct, but what `keys_kernel` is for. H = Hkv only.
     """
     head = tl.program_id(0) % H
     sequence = tl.load(order + tl.program_id(0) // H)

@@ -3,10 +3,11 @@
 Nothing here reads a tensor's values, so nothing synchronises. Tiles depend on dtype, head dim and the caller's `max_q`, `max_k`
 (rounded up to a power of two); every other size is a run-time argument, so a new batch neither tunes nor compiles.
 
-Backward, chosen from the host's numbers alone, all without atomics:
-    few queries (max_q <= 64):  one pass over the keys per (sequence, head), `few_queries_kernel`          5 products
-    enough sequences:           one program per (sequence, K/V head), `keys_outer_kernel` with OWNER       5 products
-    few or very uneven ones:    `keys_outer_kernel` per block of keys, then `queries_kernel` for dQ        7 products, even work
+Paths of the backward, all without atomics across programs, so that results repeat bitwise:
+    few            few queries (max_q <= 64): one pass over the keys per (sequence, head)                       5 products
+    hopper_owner   one program per (sequence, K/V head), `_attention_hopper_bwd`                                5 products
+    hopper_split   few or very uneven sequences: a program per block of keys, then `queries_kernel` for dQ      7 products, even work
+    split          the same in Triton: bias, float32, head dims other than 64 and 128, other GPUs               7 products
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 from kernels import _attention_kernels as kernel
 from kernels._tiles import longest_first, tile_map, zero_unowned
 
-NUM_SMS = 132  # [Datasheet H200 SXM]; only balances work, so that another count costs time, not correctness
+PATHS = ("few", "hopper_owner", "hopper_split", "split")
 TABLE_COPIES = 32  # bias-table gradients are added in so many copies, which divides the atomics' contention, then summed
 
 
@@ -44,8 +45,8 @@ def forward_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kin
     return Tiles(m=128, n=64 if head_dim == 128 else 128, warps=8, stages=2 if head_dim == 128 else 3, split=max_k > 256)
 
 
-def keys_outer_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
-    """Tiles of the fused backward, keys outer."""
+def keys_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
+    """Tiles of the dK and dV kernel."""
     if dtype == torch.float32:
         return Tiles(m=32, n=32, warps=4, stages=1)
     if head_dim == 256:
@@ -65,7 +66,7 @@ def queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kin
 
 
 def few_queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
-    """Tiles of the fused backward for queries that fit one tile."""
+    """Tiles of the backward for queries that fit one tile."""
     if dtype == torch.float32:
         return Tiles(m=32, n=32, warps=4, stages=1)
     return Tiles(m=32 if max_q <= 32 else 64, n=64, warps=4, stages=2 if head_dim <= 128 else 1)
@@ -89,7 +90,7 @@ def forward(
         from kernels import _hopper_launch  # Gluon's Hopper half; only where there is a GPU
 
         if hopper or (max_q > 64 and _hopper_launch.fits((q, k, v), offsets[0].shape[0] - 1, bias, options)):
-            _hopper_launch.forward(q, k, v, out, lse, offsets, options)
+            _hopper_launch.forward(q, k, v, out, lse, offsets, options, max_k)
             return out, lse
     tiles = tiles or forward_tiles(q.dtype, head_dim, _bucket(max_q), _bucket(max_k), options.kind)
     slots = tile_map(offsets[0], rows, tiles.m, out)
@@ -102,8 +103,10 @@ def forward(
     return out, lse
 
 
-def backward(grad, q, k, v, out, lse, offsets, bias, options, *, max_q: int, max_k: int, tiles: Tiles | None = None, path: str | None = None):
-    """Gradients of q, k, v and the bias tables. `path` forces "few", "owner" or "split" (tests and tuning)."""
+def backward(
+    grad, q, k, v, out, lse, offsets, bias, options, *, max_q: int, max_k: int, tiles: Tiles | None = None, path: str | None = None
+):  # fmt: skip
+    """Gradients of q, k, v and the bias tables. `path` forces one of `PATHS` (tests and tuning)."""
     grad, q, k, v = (_unit_stride(x) for x in (grad, q, k, v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tables = [None if t is None else torch.zeros((TABLE_COPIES, *t.shape), dtype=torch.float32, device=q.device) for t in bias[:2]]
@@ -112,20 +115,36 @@ def backward(grad, q, k, v, out, lse, offsets, bias, options, *, max_q: int, max
     zero_unowned(offsets[0], dq)
     zero_unowned(offsets[1], dk, dv)
     delta = _softmax_delta(grad, out) if options.kind == "softmax" else lse
-    run = {"few": _few_queries, "owner": _owner, "split": _split}[path or backward_path(q, k, offsets[0].shape[0] - 1, max_q, max_k)]
-    run(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, (_bucket(max_q), _bucket(max_k)), tiles)
+    path = path or backward_path(grad, q, k, v, offsets, bias, options, max_q, max_k)
+    maxima = (_bucket(max_q), _bucket(max_k))
+    if path.startswith("hopper"):
+        from kernels import _hopper_launch
+
+        _hopper_launch.backward(grad, q, k, v, lse, delta, dq, dk, dv, offsets, options, owner=path == "hopper_owner")
+    elif path == "few":
+        _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles)
+    else:
+        _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, tables, options, maxima, tiles)
+    if path in ("split", "hopper_split"):
+        _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima)
     return dq, dk, dv, *(None if t is None else (t.sum(0) / options.divisor).to(b.dtype) for t, b in zip(tables, bias[:2], strict=True))
 
 
-def backward_path(q: Tensor, k: Tensor, num_sequences: int, max_q: int, max_k: int) -> str:
-    """The longest sequence's share decides: one program may own it only if the others keep the remaining SMs busy meanwhile.
+def backward_path(grad, q, k, v, offsets, bias, options, max_q: int, max_k: int) -> str:
+    """Which kernels run, from what the host knows.
 
-    sum(Lq * Lk) is not known on the host; `total_q * total_k / B`, its value for even lengths, stands for it.
+    One program may own a whole sequence only if the others keep the remaining SMs busy meanwhile. sum(Lq * Lk) is not known here;
+    `total_q * total_k / B`, its value for even lengths, stands for it.
     """
     if max_q <= 64 and q.shape[1] == k.shape[1]:
         return "few"
-    per_sm = k.shape[1] * q.shape[0] * k.shape[0] / num_sequences / NUM_SMS
-    return "owner" if 2 * max_q * max_k <= per_sm else "split"
+    from kernels import _hopper_launch  # Gluon's Hopper half; only where there is a GPU
+
+    num_sequences = offsets[0].shape[0] - 1
+    if not _hopper_launch.fits((q, k, v, grad), num_sequences, bias, options):
+        return "split"
+    per_sm = k.shape[1] * q.shape[0] * k.shape[0] / num_sequences / _hopper_launch.num_programs(q.device)
+    return "hopper_owner" if 2 * max_q * max_k <= per_sm else "hopper_split"
 
 
 def _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles):
@@ -139,19 +158,18 @@ def _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, o
     )  # fmt: skip
 
 
-def _owner(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles):
-    scratch = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    order = longest_first(*offsets)
-    _keys_outer(
-        grad, q, k, v, lse, delta, dq, scratch, dk, dv, offsets, order, bias, tables, options,
-        tiles or keys_outer_tiles(q.dtype, q.shape[2], *maxima, options.kind), owner=True,
+def _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, tables, options, maxima, tiles):
+    tiles = tiles or keys_tiles(q.dtype, q.shape[2], *maxima, options.kind)
+    slots = tile_map(offsets[1], k.shape[0], tiles.n)
+    kernel.keys_kernel[(slots.shape[0] * k.shape[1],)](
+        grad, q, k, v, lse, delta, dk, dv, *offsets, slots, *_bias_arguments(bias, q), *_table_arguments(tables, q),
+        *_strides(grad, q, k, v), q.shape[0], q.shape[1], q.shape[1] // k.shape[1], options.window, *_backward_scales(options),
+        **_meta(q, bias, options), COPIES=TABLE_COPIES, M=tiles.m, N=tiles.n, D=q.shape[2],
+        SPLIT=tiles.split, STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
 
 
-def _split(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles):
-    tiles = tiles or keys_outer_tiles(q.dtype, q.shape[2], *maxima, options.kind)
-    slots = tile_map(offsets[1], k.shape[0], tiles.n)
-    _keys_outer(grad, q, k, v, lse, delta, dq, dq, dk, dv, offsets, slots, bias, tables, options, tiles, owner=False)
+def _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima):
     tiles = queries_tiles(q.dtype, q.shape[2], *maxima, options.kind)
     slots = tile_map(offsets[0], q.shape[0], tiles.m)
     scale, dq_scale, _ = _backward_scales(options)
@@ -159,15 +177,6 @@ def _split(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options
         grad, q, k, v, lse, delta, dq, *offsets, slots, *_bias_arguments(bias, q), *_strides(grad, q, k, v),
         q.shape[0], q.shape[1], q.shape[1] // k.shape[1], options.window, scale, dq_scale,
         **_meta(q, bias, options), M=tiles.m, N=tiles.n, D=q.shape[2], STAGES=tiles.stages, num_warps=tiles.warps,
-    )  # fmt: skip
-
-
-def _keys_outer(grad, q, k, v, lse, delta, dq, scratch, dk, dv, offsets, slots, bias, tables, options, tiles, *, owner: bool):
-    kernel.keys_outer_kernel[(slots.shape[0] * k.shape[1],)](
-        grad, q, k, v, lse, delta, dq, scratch, dk, dv, *offsets, slots, *_bias_arguments(bias, q), *_table_arguments(tables, q),
-        *_strides(grad, q, k, v), q.shape[0], q.shape[1], q.shape[1] // k.shape[1], options.window, *_backward_scales(options),
-        **_meta(q, bias, options), COPIES=TABLE_COPIES, OWNER=owner, M=tiles.m, N=tiles.n, D=q.shape[2],
-        SPLIT=tiles.split, STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
 
 

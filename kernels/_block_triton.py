@@ -13,6 +13,7 @@ from kernels._tiles import tile_map, zero_unowned
 
 LOG2E = tl.constexpr(1.4426950408889634)
 WARPS = {32: 2, 64: 4, 128: 8}  # 16 query rows a warp
+BACKWARD_WARPS = {32: 2, 64: 8, 128: 8}  # 64: eight warps halve the registers a thread needs, so that two blocks share an SM
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def backward(
     block_backward_kernel[(slots.shape[0] * k.shape[1],)](
         grad, q, k, v, dq, dk, dv, offsets, slots, *_strides(grad, q, k, v),
         q.shape[1], q.shape[1] // k.shape[1], scale * LOG2E.value, scale,
-        CAUSAL=causal, PRECISION=_precision(q), BLOCK=block, D=q.shape[2], num_warps=WARPS[block],
+        CAUSAL=causal, PRECISION=_precision(q), BLOCK=block, D=q.shape[2], num_warps=BACKWARD_WARPS[block],
     )  # fmt: skip
     return dq, dk, dv
 

@@ -6,11 +6,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels._attention_hopper import hopper_forward_kernel
-from kernels._tiles import RANKED, ranked_tiles
+from kernels._attention_hopper_bwd import hopper_backward_kernel
+from kernels._tiles import RANKED, longest_first, ranked_tiles
 
 LOG2E = 1.4426950408889634
-# head dim -> keys per block and stages of the forward: the most that fits 227 KiB of shared memory beside Q and the output's staging
-FORWARD_TILES = {64: (128, 3), 128: (128, 2)}
+# (head dim, short keys) -> keys per block and stages of the forward; 227 KiB of shared memory also hold two tiles of Q
+FORWARD_TILES = {(64, False): (128, 3), (64, True): (64, 4), (128, False): (128, 2), (128, True): (64, 4)}
+SHORT = 256  # keys at and below which half a block of 128 would be padding on average
+BACKWARD_QUERIES = {64: 128, 128: 64}  # head dim -> queries per step of the backward: what its two score tiles leave of the registers
 
 
 def fits(tensors: tuple[Tensor, ...], num_sequences: int, bias: tuple, options) -> bool:
@@ -19,7 +22,7 @@ def fits(tensors: tuple[Tensor, ...], num_sequences: int, bias: tuple, options) 
     return (
         torch.cuda.get_device_capability(q.device)[0] == 9
         and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] in FORWARD_TILES
+        and q.shape[2] in BACKWARD_QUERIES
         and bias[0] is None
         and bias[1] is None
         and options.scale > 0
@@ -42,25 +45,50 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [total, (heads - 1) * x.stride(1) + head_dim], [x.stride(0), 1], [rows, head_dim], layout)
 
 
-def meta(options) -> dict:
-    """Compile-time options shared by forward and backward."""
+def meta(q: Tensor, options) -> dict:
+    """Compile-time options shared by forward and backward.
+
+    SiLU uses the approximate tanh too when its weights are rounded to bfloat16 anyway (2**-9 against the approximation's 2**-11).
+    """
     return {
         "KIND": "gelu" if options.kind == "gelu_fast" else options.kind,
-        "APPROX": options.kind == "gelu_fast",
+        "APPROX": options.kind == "gelu_fast" or (options.kind == "silu" and q.dtype == torch.bfloat16),
         "CAUSAL": options.causal,
         "WINDOW": options.window > 0,
     }
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: tuple[Tensor, Tensor], options) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: tuple[Tensor, Tensor], options, max_k: int) -> None:
     """Fill `out` and, for softmax, `lse`."""
     rows, heads, head_dim = q.shape
     tiles, count = ranked_tiles(*offsets, rows, 128, out)
-    n, stages = FORWARD_TILES[head_dim]
+    n, stages = FORWARD_TILES[head_dim, max_k <= SHORT]
     softmax = options.kind == "softmax"
     scale = options.scale * LOG2E if softmax else options.scale
     hopper_forward_kernel[(num_programs(q.device),)](
         descriptor(q, 64), descriptor(k, n), descriptor(v, n), out, lse if softmax else out, *offsets, tiles, count,
         rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), options.window, scale, 1.0 / options.divisor,
-        **meta(options), N=n, D=head_dim, STAGES=stages, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, num_warps=4,
+        **meta(q, options), N=n, D=head_dim, STAGES=stages, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, num_warps=4,
+    )  # fmt: skip
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    offsets: tuple[Tensor, Tensor], options, *, owner: bool,
+) -> None:  # fmt: skip
+    """Fill dk and dv, and with `owner` dq too."""
+    rows, heads, head_dim = q.shape
+    m = BACKWARD_QUERIES[head_dim]
+    if owner:
+        items, count = longest_first(*offsets), offsets[0].shape[0] - 1
+        scratch = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    else:
+        items, count = ranked_tiles(offsets[1], offsets[0], k.shape[0], 128)
+        scratch = dq
+    scale = options.scale * LOG2E if options.kind == "softmax" else options.scale
+    hopper_backward_kernel[(num_programs(q.device),)](
+        descriptor(q, m), descriptor(grad, m), descriptor(k, 128), descriptor(v, 128), dq, scratch, dk, dv, lse, delta,
+        *offsets, items, count, rows, heads, heads // k.shape[1], q.stride(1), grad.stride(1), k.stride(1), v.stride(1),
+        options.window, scale, options.scale / options.divisor, 1.0 / options.divisor,
+        **meta(q, options), OWNER=owner, M=m, D=head_dim, STAGES=2, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, num_warps=4,
     )  # fmt: skip
