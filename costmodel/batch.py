@@ -23,6 +23,7 @@ The last micro-batch also reduces gradients: its reductions run beside the spars
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,8 @@ class BatchBound:
         self.template, self.calibration, self.loads = template, calibration, loads
         self.codes = {"batching": tuple(batchings), "transport": tuple(transports), "execution": tuple(executions)}
         self.gpu = template.cluster.device.kind == "gpu"
+        self.records: dict[tuple[Any, ...], _Recorder] = {}
+        self.factors: dict[tuple[str, int, int], tuple[dict[str, Factors], float]] = {}
 
     def seconds(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
         """`(n,)` bounds [s]. Raises ValueError for a missing or unequal column, or a candidate that does not fit the cluster."""
@@ -201,7 +204,8 @@ class _Evaluation:
         self.ranks = c["ddp"] * c["fsdp"]
         widest = int(self.ranks.max())
         if widest > owner.template.cluster.num_ranks:
-            raise ValueError(f"candidates: a layout needs {widest} ranks, cluster {owner.template.cluster.name} has {owner.template.cluster.num_ranks}")
+            cluster = owner.template.cluster
+            raise ValueError(f"candidates: a layout needs {widest} ranks, cluster {cluster.name} has {cluster.num_ranks}")
         uneven = np.flatnonzero(c["sparse_group"] * c["sparse_replicas"] != self.ranks)
         if len(uneven):
             raise ValueError(f"candidates: candidate {int(uneven[0])}: sparse_group x sparse_replicas is not ddp x fsdp")
@@ -211,7 +215,6 @@ class _Evaluation:
         self.sparse = _Keys(self.blocks.of, c["accumulation"], c["sparse_group"], c["sparse_replicas"], c["fully_sharded_2d"], c["sync_every"],
                             c["transport"])
         self.tiers: dict[str, int] = {"": 0}
-        self._factors: dict[tuple[str, int, int], dict[str, Factors]] = {}
         # launches of each execution mode over eager ones
         self.modes = np.array([pricer(dataclasses.replace(owner.template, execution=name), owner.calibration)._launch(1.0)
                                for name in owner.codes["execution"]])
@@ -246,10 +249,15 @@ class _Evaluation:
         return network(self.owner.template.cluster, self.owner.calibration, transport)
 
     def factors(self, plan: Plan) -> dict[str, Factors]:
-        key = (plan.batching, plan.local_batch, plan.layout.world_size)
-        if key not in self._factors:
-            self._factors[key] = {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest_rank(plan).sequences.items()}
-        return self._factors[key]
+        return self.slowest(plan)[0]
+
+    def slowest(self, plan: Plan) -> tuple[dict[str, Factors], float]:
+        """(the slowest rank's factors by sequence, the slowest node's factor)."""
+        key, kept = (plan.batching, plan.local_batch, plan.layout.world_size), self.owner.factors
+        if key not in kept:
+            found = slowest_rank(plan)
+            kept[key] = ({name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in found.sequences.items()}, found.slow_node)
+        return kept[key]
 
     def tier(self, name: str) -> int:
         return self.tiers.setdefault(name, len(self.tiers))
@@ -293,7 +301,7 @@ def _block_table(run: _Evaluation) -> tuple[_Blocks, np.ndarray]:
         bce = [made.pricer.ops([op("bce", m=made.batch.samples * len(plan.model.heads))], phase) for phase in (FORWARD, BACKWARD)]
         losses.append([c.seconds for c in bce] + [c.host_seconds for c in bce])
         wrapped.append(needs_fsdp(plan))
-        slow.append(slowest_rank(plan).slow_node)
+        slow.append(run.slowest(plan)[1])
     table = np.array(rows)
     return _Blocks(units=units, place=place, forward=table[:, :, 0], backward=table[:, :, 1], again=table[:, :, 2], launch=table[:, :, 3:],
                    loss=np.array(losses), wrapped=np.array(wrapped)), np.array(slow)
@@ -367,7 +375,7 @@ def _dense_table(run: _Evaluation, blocks: _Blocks, moves: _Moves) -> _Dense:
     return parts.table()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _DenseParts:
     """The recurrences over blocks, for all dense keys at once. State arrays are `(2, keys)`: device alone and launches alone."""
 
@@ -401,16 +409,19 @@ class _DenseParts:
                 "backward host": launch[:, 1], "again host": launch[:, 2], "gather": moves.gather[m, u], "scatter": moves.scatter[m, u],
                 "summed": moves.summed[m, u], "unshard": copies[:, 0], "pack": copies[:, 1], "unshard host": copies[:, 2] * self.launch,
                 "pack host": copies[:, 3] * self.launch, "share gather": moves.shares[m, u, 0], "share scatter": moves.shares[m, u, 1],
-                "share summed": moves.shares[m, u, 2]}
+                "share summed": moves.shares[m, u, 2], "count": np.float64((blocks.place == u).sum())}
 
     def _start(self) -> tuple[np.ndarray, np.ndarray]:
         """(d, h) of the two passes: device free at 0 and launches never in the way, and the other way round."""
         n = len(self.b)
         return np.stack([np.zeros(n), np.full(n, _NEVER)]), np.stack([np.full(n, _NEVER), np.zeros(n)])
 
+    @functools.cached_property
+    def _distinct(self) -> dict[int, dict[str, np.ndarray]]:
+        return {int(u): self._unit(int(u)) for u in np.unique(self.blocks.place)}
+
     def _units(self) -> list[dict[str, np.ndarray]]:
-        made = {int(u): self._unit(int(u)) for u in np.unique(self.blocks.place)}
-        return [made[int(u)] for u in self.blocks.place]
+        return [self._distinct[int(u)] for u in self.blocks.place]
 
     def _chained(self, times: np.ndarray) -> Phase:
         """A phase of a CPU, whose one thread issues each collective and waits for it: a sum."""
@@ -425,7 +436,7 @@ class _DenseParts:
             return self._chained(sum(each, loss[:, 0]))
         d, h = self._start()
         begun, tier = d, d
-        compute, taken, device = np.zeros(len(self.b)), np.zeros((len(self.b), len(_CAPS))), d
+        compute, taken, device = np.zeros(len(self.b)), self._taken("gather", self.scatters), d
         for unit in self._units():
             device = d
             # gather: behind the block before the last one, on its tier; without fsdp nothing is gathered
@@ -436,7 +447,6 @@ class _DenseParts:
             d = np.maximum(d, h) + unit["forward"]
             begun = device
             compute = compute + unit["unshard"] + unit["forward"]
-            self._take_where(taken, unit, "gather", self.scatters)
         h = h + loss[:, 2] * self.launch
         d = np.maximum(d, h) + loss[:, 0]
         return Phase(D=d[0], V=d[1], H=h[1], compute=compute + loss[:, 0], taken=taken)
@@ -444,8 +454,7 @@ class _DenseParts:
     def _backward(self, *, reduce: bool) -> tuple[Phase, np.ndarray, np.ndarray, np.ndarray]:
         d, h = self._start()
         n = len(self.b)
-        compute, taken = np.zeros(n), np.zeros((n, len(_CAPS)))
-        left = np.zeros((n, 3, len(_CAPS)))
+        compute, left = np.zeros(n), np.zeros((n, 3, len(_CAPS)))
         wrapped = self.blocks.wrapped[self.b]
         regathers, scatters, sums = self.again & self.scatters & wrapped, self.scatters & wrapped & reduce, self.sums & wrapped & reduce
         copies = self.again & wrapped
@@ -456,6 +465,16 @@ class _DenseParts:
                     + (wrapped & reduce) * u["pack"] for u in units)
             never = np.full((n, 2), _NEVER)
             return self._chained(sum(each, self.blocks.loss[self.b][:, 1])), never, never, left
+        taken = self._taken("gather", regathers)
+        if reduce:
+            # a reduction is felt within backward when a later pack waits for it: a scatter by the next one, an all-reduce by the one after that. The
+            # rest outlives backward: of the first block both, of the second the all-reduce, without scatters every all-reduce.
+            first, second = units[-1], units[-2:-1]
+            left[:, 0], left[:, 1] = self._taken_by(first, "scatter", scatters), self._taken_by(first, "summed", sums)
+            near = sum((self._taken_by(u, "summed", sums) for u in second), np.zeros((n, len(_CAPS))))
+            total = self._taken("summed", sums)
+            left[:, 2] = np.where(scatters[:, None], near, total - left[:, 1])
+            taken = taken + self._taken("scatter", scatters) - left[:, 0] + total - left[:, 1] - left[:, 2]
         tier = d  # of fsdp; that of ddp while it is another
         other = d
         scattered, reduced, summed = (np.full((2, n), _NEVER) for _ in range(3))
@@ -463,7 +482,6 @@ class _DenseParts:
         h = h + loss[:, 3] * self.launch
         tier = np.where(regathers, np.maximum(tier, h) + units[0]["gather"], tier)
         gathered = np.where(regathers, tier, _NEVER)
-        self._take_where(taken, units[0], "gather", regathers)
         d = np.maximum(d, h) + loss[:, 1]
         compute = compute + loss[:, 1]
         for at, unit in enumerate(units):
@@ -474,7 +492,6 @@ class _DenseParts:
                 following = units[at + 1]
                 tier = np.where(regathers, np.maximum(np.maximum(tier, start), h) + following["gather"], tier)
                 gathered = np.where(regathers, tier, _NEVER)
-                self._take_where(taken, following, "gather", regathers)
             h = h + unit["again host"]
             d = np.where(unit["again"] > 0, np.maximum(d, h) + unit["again"], d)
             h = h + unit["backward host"]
@@ -494,15 +511,15 @@ class _DenseParts:
             other = np.where(sums, end, other)
             tier = np.where(one_tier & sums, end, tier)
             reduced = np.where(sums, summed, scattered)
-            # a reduction is felt within backward when a later pack waits for it: a scatter by the next one, an all-reduce by the one after
-            later = len(units) - 1 - at
-            self._take_where(taken if later else left[:, 0], unit, "scatter", scatters)
-            self._take_where(taken, unit, "summed", sums & scatters & (later >= 2))
-            self._take_where(left[:, 2] if later else left[:, 1], unit, "summed", sums & ~(scatters & (later >= 2)))
         return Phase(D=d[0], V=d[1], H=h[1], compute=compute, taken=taken), scattered.T, summed.T, left
 
-    def _take_where(self, taken: np.ndarray, unit: dict[str, np.ndarray], name: str, present: np.ndarray) -> None:
-        taken += np.where(present[:, None], np.minimum(unit[f"share {name}"][:, None], _CAPS) * unit[name][:, None], 0.0)
+    def _taken_by(self, unit: dict[str, np.ndarray], name: str, present: np.ndarray) -> np.ndarray:
+        """`(keys, 4)` seconds that one block's collective takes of compute, where it is `present`."""
+        return np.where(present[:, None], np.minimum(unit[f"share {name}"][:, None], _CAPS) * unit[name][:, None], 0.0)
+
+    def _taken(self, name: str, present: np.ndarray) -> np.ndarray:
+        """The same of all blocks."""
+        return sum((u["count"] * self._taken_by(u, name, present) for u in self._distinct.values()), np.zeros((len(self.b), len(_CAPS))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -538,7 +555,6 @@ class _Asked:
     num_bytes: float
     replicas: bool
     max_over_mean: float
-    share: float
 
 
 class _Recorder(_Builder):
@@ -555,18 +571,15 @@ class _Recorder(_Builder):
         self.synced = self.synced or task.stream == HOST
         return super().add(task)
 
-    def collective(self, name: str, kind: str, num_bytes: float, group: GroupShape, *, max_over_mean: float = 1.0, share: float = 1.0,
-                   **_: object) -> int | None:
+    def collective(self, name: str, kind: str, num_bytes: float, group: GroupShape, *, max_over_mean: float = 1.0, **_: object) -> int | None:
         self.asked[_ONE_NAME.get(name, name)] = _Asked(kind=kind, num_bytes=num_bytes, replicas=group is self.groups["sparse_replicas"],
-                                                       max_over_mean=max_over_mean, share=share)
+                                                       max_over_mean=max_over_mean)
         return self.last
 
 
 def _sparse_table(run: _Evaluation) -> _Sparse:
     c, first = run.columns, run.sparse.first
-    # the work of a rank knows of replicas only whether there are any, and how they keep tables
-    several = (c["sparse_replicas"] > 1).astype(np.int64) * (1 + c["fully_sharded_2d"])
-    works = _Keys(run.blocks.of[first], c["accumulation"][first], c["sparse_group"][first], several[first], c["sync_every"][first])
+    works = _Keys(run.blocks.of[first], c["accumulation"][first], c["sparse_group"][first])
     records = [_record(run, run.plan(first[i])) for i in works.first]
     row = works.of
     slots = {name: _slot(run, name, records, row) for name in (*_BEFORE, *_AFTER, *_TAIL)}
@@ -596,39 +609,57 @@ def _sparse_table(run: _Evaluation) -> _Sparse:
 
 
 def _record(run: _Evaluation, plan: Plan) -> _Recorder:
-    plan = dataclasses.replace(plan, execution="eager")
+    """The sparse phases of a plan, with what replicas cost under both ways of keeping tables: `full:` before the name for fully sharded 2D."""
+    key = (plan.local_batch, plan.batching, plan.layout.world_size, plan.accumulation, plan.layout.sparse_group)
+    if key in run.owner.records:
+        return run.owner.records[key]
+    plan = dataclasses.replace(plan, execution="eager", layout=dataclasses.replace(plan.layout, fully_sharded_2d=False, sync_every=1))
     shape = batch_shape(plan, run.factors(plan))
     loads = run.owner.loads(plan, {name: s.tokens for name, s in shape.sequences.items()})
     made = _Recorder(plan, run.pricer(plan), run.network(plan.transport), shape, loads)
     made.input()
     made.sparse_forward()
     made.sparse_backward(True)
+    if plan.layout.sparse_replicas > 1:
+        plain, made.asked = made.asked, {}
+        made.plan = dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, fully_sharded_2d=True))
+        for name in ("tables gather forward", "tables gather backward"):
+            made.gather_replicas(name)
+        made.average_replicas()
+        made.asked = {**plain, **{f"full:{name}": asked for name, asked in made.asked.items()}}
     known = {*_BEFORE, *_AFTER, *_TAIL, "input wait", "splits"}
-    assert {*made.found, *made.asked} <= known, f"tasks of the sparse phase that the batch does not know: {sorted({*made.found, *made.asked} - known)}"
+    unknown = {name.removeprefix("full:") for name in (*made.found, *made.asked)} - known
+    assert not unknown, f"tasks of the sparse phase that the batch does not know: {sorted(unknown)}"
+    run.owner.records[key] = made
     return made
 
 
 def _slot(run: _Evaluation, name: str, records: Sequence[_Recorder], row: np.ndarray) -> _Slot:
     """Task `name` for every sparse key, whose record is `row`."""
     zero = np.zeros(len(row))
-    if not any(name in r.asked for r in records):
+    if not any(name in r.asked or f"full:{name}" in r.asked for r in records):
         tasks = [r.found.get(name, _NOTHING) for r in records]
         return _Slot(seconds=np.array([t.seconds for t in tasks])[row], launch=np.array([t.host_seconds for t in tasks])[row], share=zero,
                      tier=zero.astype(np.int64))
     c, first = run.columns, run.sparse.first
-    keys = _Keys(row, c["sparse_group"][first], c["sparse_replicas"][first], c["transport"][first])
+    keys = _Keys(row, c["sparse_group"][first], c["sparse_replicas"][first], c["transport"][first], c["fully_sharded_2d"][first])
     costs = []
     for i in keys.first:
-        asked, at = records[row[i]].asked.get(name), first[i]
+        at = first[i]
         group, replicas = int(c["sparse_group"][at]), int(c["sparse_replicas"][at])
+        full = c["fully_sharded_2d"][at] and replicas > 1 and name in ("tables gather forward", "tables gather backward", "average")
+        asked = records[row[i]].asked.get(f"full:{name}" if full else name)
         if asked is None:
             costs.append((0.0, 0.0, 0))
             continue
         shape = GroupShape(size=replicas, stride=group) if asked.replicas else GroupShape(size=group)
-        cost = run.network(run.owner.codes["transport"][c["transport"][at]]).cost(asked.kind, asked.num_bytes, shape, max_over_mean=asked.max_over_mean)
-        costs.append((cost.seconds * asked.share, cost.share if run.owner.gpu else 0.0, run.tier(tier_stream(cost.tier)) if cost.tier else 0))
+        net = run.network(run.owner.codes["transport"][c["transport"][at]])
+        cost = net.cost(asked.kind, asked.num_bytes, shape, max_over_mean=asked.max_over_mean)
+        costs.append((cost.seconds, cost.share if run.owner.gpu else 0.0, run.tier(tier_stream(cost.tier)) if cost.tier else 0))
     table = np.array(costs)[keys.of]
-    return _Slot(seconds=table[:, 0], launch=zero, share=table[:, 1], tier=table[:, 2].astype(np.int64))
+    # plain 2D averages every so many steps
+    share = 1.0 / np.where(c["fully_sharded_2d"][first] == 0, c["sync_every"][first], 1) if name == "average" else 1.0
+    return _Slot(seconds=table[:, 0] * share, launch=zero, share=table[:, 1], tier=table[:, 2].astype(np.int64))
 
 
 # --- candidates ---
@@ -716,16 +747,17 @@ class _Last:
         summed = (waits[:, 1] & exchange) | (waits[:, 3] & gathers)
         has_sum, has_scatter = dense.summed[j, 0] > 0, dense.scattered[j, 0] > 0
         scattered = (waits[:, 0] & exchange) | (waits[:, 2] & gathers) | (summed & has_sum)
-        left = {name: values[j, cap] for name, values in (("own scatter", dense.left[:, 0]), ("own sum", dense.left[:, 1]), ("sums", dense.left[:, 2]))}
+        own_scatter, own_sum, sums = (dense.left[j, kind, cap] for kind in range(3))
         sums_felt = np.where(has_scatter, scattered, summed)
-        own = left["own scatter"] + left["own sum"]
-        own_felt = left["own scatter"] * scattered + left["own sum"] * summed
+        own = own_scatter + own_sum
+        own_felt = own_scatter * scattered + own_sum * summed
         return cls(backward=dense.last.at(j, cap), scattered=dense.scattered[j], summed=dense.summed[j], waits=waits, own=own, own_felt=own_felt,
-                   outliving=own + left["sums"], outliving_felt=own_felt + left["sums"] * sums_felt, tail=tail, launch=launch, taken=taken,
+                   outliving=own + sums, outliving_felt=own_felt + sums * sums_felt, tail=tail, launch=launch, taken=taken,
                    optimizer=dense.optimizer[j])
 
     def sliced(self, part: slice) -> _Last:
-        return _Last(backward=self.backward.sliced(part), **{f.name: getattr(self, f.name)[part] for f in dataclasses.fields(self) if f.name != "backward"})
+        arrays = {f.name: getattr(self, f.name)[part] for f in dataclasses.fields(self) if f.name != "backward"}
+        return _Last(backward=self.backward.sliced(part), **arrays)
 
     def seconds(self, d: np.ndarray, h: np.ndarray, L: np.ndarray) -> np.ndarray:
         """End of the step from the state at the end of forward."""
