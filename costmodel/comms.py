@@ -135,7 +135,8 @@ def spans(group: GroupShape, cluster: Cluster, active_groups: int | None = None)
     found, unit, inner = [], 1, 1
     for tier in cluster.tiers:
         scope = cluster.scope_size(tier.scope)
-        outer = group.members(scope)
+        everywhere = scope == cluster.num_ranks and group.size * group.stride <= scope
+        outer = group.size if everywhere else group.members(scope)
         if outer > inner:
             sharing = min(active_groups or unit // inner or 1, max(1, unit // inner))
             rate = min(inner * tier.bandwidth, unit * tier.bandwidth / (tier.oversubscription * sharing))

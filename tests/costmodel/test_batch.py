@@ -37,7 +37,8 @@ def template(device: Device = H200, *, dim: int = 256, precision: str = "bf16", 
     cluster = Cluster(name="c", device=device, num_hosts=hosts, devices_per_host=per_host, hosts_per_zone=max(1, hosts // 2), tiers=tiers,
                       reliability=Reliability(slow_node_probability=0.01, slow_node_factor=1.2, step_jitter=0.01))
     first = regions(model)
-    options = tuple(RegionPlan(region=r.name, options=(RegionOption(count=r.count, precision=precision, checkpoint=checkpoint),) if r.count == 1 else (
+    options = tuple(RegionPlan(region=r.name, options=(
+        RegionOption(count=r.count, precision=precision, checkpoint=checkpoint),) if r.count == 1 else (
         RegionOption(count=1, precision=precision, checkpoint="none"), RegionOption(count=r.count - 1, precision=precision, checkpoint=checkpoint)))
         for r in first)
     return Plan(scenario="s", cluster=cluster, model=model, layout=Layout(ddp=hosts * per_host, sparse_group=hosts * per_host), local_batch=8,
@@ -66,9 +67,11 @@ def bounds_of(plan: Plan) -> BatchBound:
 
 
 @pytest.mark.parametrize("plan", [
-    template(), template(speed=20.0), template(speed=0.05), template(dim=1024, checkpoint="full"), template(dim=64, precision="fp32", checkpoint="none"),
+    template(), template(speed=20.0), template(speed=0.05), template(dim=1024, checkpoint="full"),
+    template(dim=64, precision="fp32", checkpoint="none"),
     template(hosts=1, per_host=8), template(hosts=1, per_host=1), template(hosts=1, per_host=1, precision="fp32", checkpoint="none"),
-    template(hosts=4, per_host=1, speed=0.3), template(CORE, hosts=1, per_host=2, precision="fp32", dim=64), template(CORE, hosts=1, per_host=1, dim=64),
+    template(hosts=4, per_host=1, speed=0.3), template(CORE, hosts=1, per_host=2, precision="fp32", dim=64),
+    template(CORE, hosts=1, per_host=1, dim=64),
 ], ids=["base", "fast links", "slow links", "large", "launch-bound", "one host", "one gpu", "one gpu fp32", "one a host", "cpu", "one core"])
 def test_equals_the_scalar_bound_and_is_below_the_simulation(plan):
     columns = candidates(plan, 40, seed=len(plan.model.name) + plan.cluster.num_hosts)
@@ -108,7 +111,8 @@ def test_speed():
 def test_calibration_changes_nothing_of_the_equality():
     from costmodel.calibration import fit
     from costmodel.samples import Environment, Sample
-    samples = [Sample(op="linear", phase=phase, features={"m": m, "k": 256, "n": 256}, dtype="bf16", seconds=2e-5 + m * 1e-8 * (1 + 0.1 * i), host_seconds=1e-5)
+    samples = [Sample(op="linear", phase=phase, features={"m": m, "k": 256, "n": 256}, dtype="bf16",
+                      seconds=2e-5 + m * 1e-8 * (1 + 0.1 * i), host_seconds=1e-5)
                for i, phase in enumerate(("forward", "backward")) for m in (64, 512, 4096, 32768)]
     plan = template()
     calibration = fit(Environment(device_name="H200-SXM", device_kind="gpu"), samples, device=plan.cluster.device)
