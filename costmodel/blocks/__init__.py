@@ -1,13 +1,13 @@
 """Block kinds of the model language. `BLOCKS` maps a LayerGroup's kind to its class; a new kind is one class here and one module in the runtime."""
 from __future__ import annotations
 
-from costmodel.blocks.attention import Hstu, SelfAttention
+from costmodel.blocks.attention import BlockAttention, Gdpa, Hstu, SelfAttention
 from costmodel.blocks.base import BatchShape, Block, JaggedShape, Saved, SequenceBlock, activation_dtype
 from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
 from costmodel.codec import suggest
 from costmodel.model import LayerGroup
 
-BLOCKS: dict[str, type[SequenceBlock]] = {cls.kind: cls for cls in (SelfAttention, Hstu)}
+BLOCKS: dict[str, type[SequenceBlock]] = {cls.kind: cls for cls in (SelfAttention, Gdpa, BlockAttention, Hstu)}
 
 
 def block_class(group: LayerGroup) -> type[SequenceBlock]:

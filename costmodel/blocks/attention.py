@@ -1,4 +1,4 @@
-"""Sequence blocks around jagged self-attention: a pre-norm transformer block and HSTU (docs/model.md, section 1)."""
+"""Sequence blocks around jagged self-attention: pre-norm transformer blocks (softmax, GDPA, blocks of events) and HSTU (docs/model.md, section 1)."""
 from __future__ import annotations
 
 from costmodel.blocks.base import (
@@ -17,6 +17,9 @@ from costmodel.blocks.base import (
 )  # fmt: skip
 from costmodel.ops import Op, activation, attention, elementwise, layer_norm, linear
 
+GDPA_ACTIVATIONS = ("gelu", "gelu_fast", "silu", "relu", "identity")
+ATTENTION_BLOCKS = (32, 64, 128)
+
 
 class SelfAttention(SequenceBlock):
     """Pre-norm transformer block: softmax attention, then a GELU feed-forward part where `mlp_dim` > 0."""
@@ -24,6 +27,12 @@ class SelfAttention(SequenceBlock):
     kind = "self_attention"
     uses = ("heads", "head_dim", "mlp_dim", "causal", "window")
     needs = ("heads", "head_dim")
+    keeps_lse = True
+
+    @property
+    def variant(self) -> str:
+        """The attention op's variant."""
+        return "softmax" if self.group.window is None else "softmax_window"
 
     @property
     def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -34,10 +43,11 @@ class SelfAttention(SequenceBlock):
         return own + norm_parameters("mlp_norm", dim) + linear_parameters("up", dim, mlp) + linear_parameters("down", mlp, dim)
 
     def forward(self, batch: BatchShape, precision: str = "fp32") -> tuple[Op, ...]:
-        shape, group, low = self.shape(batch), self.group, activation_dtype(precision)
-        tokens, dim, width = shape.tokens, self.dim, self.width
-        core = attention("softmax" if group.window is None else "softmax_window", tokens=tokens, longest=shape.longest,
-                         pairs=shape.pairs(causal=group.causal, window=group.window), heads=group.heads, head_dim=group.head_dim, dtype=low)
+        group, low = self.group, activation_dtype(precision)
+        shape, dim, width = self.shape(batch), self.dim, self.width
+        tokens = shape.tokens
+        core = attention(self.variant, tokens=tokens, longest=shape.longest, heads=group.heads, head_dim=group.head_dim, dtype=low,
+                         pairs=shape.pairs(causal=group.causal, window=group.window, block=group.block))
         ops = (layer_norm(tokens, dim, low), linear(tokens, dim, 3 * width, precision), core, linear(tokens, width, dim, precision),
                elementwise("add", tokens, dim, low))
         if not group.mlp_dim:
@@ -53,7 +63,7 @@ class SelfAttention(SequenceBlock):
             Saved("qkv.input", rows * dim, CHEAP, rows=rows),
             Saved("qkv", rows * 3 * width, MATRIX, rows=rows),
             Saved("attention", rows * width, MATRIX, rows=rows),
-            Saved("attention.lse", rows * self.group.heads, MATRIX, FP32_BYTES),
+            *((Saved("attention.lse", rows * self.group.heads, MATRIX, FP32_BYTES),) if self.keeps_lse else ()),
             Saved("out", rows * dim, DROPPED, rows=rows),
         )
         if not mlp:
@@ -66,6 +76,44 @@ class SelfAttention(SequenceBlock):
             Saved("down.input", rows * mlp, CHEAP, rows=rows),
             Saved("down", rows * dim, DROPPED, rows=rows),
         )
+
+
+class Gdpa(SelfAttention):
+    """The same block with an activation in place of the softmax and a fixed divisor (GDPA: engineering.fb.com 2026-08-03; arXiv 2602.10016)."""
+
+    kind = "gdpa"
+    uses = ("heads", "head_dim", "mlp_dim", "causal", "window", "divisor", "activation")
+    needs = ("heads", "head_dim", "divisor", "activation")
+    keeps_lse = False
+
+    @classmethod
+    def validate(cls, group) -> None:
+        SequenceBlock.validate.__func__(cls, group)
+        if group.activation not in GDPA_ACTIVATIONS:
+            raise ValueError(f"layer {group.kind}: activation {group.activation!r} is none of {', '.join(GDPA_ACTIVATIONS)}")
+
+    @property
+    def variant(self) -> str:
+        return f"gdpa_{self.group.activation}" + ("" if self.group.window is None else "_window")
+
+
+class BlockAttention(SelfAttention):
+    """The same block with softmax attention inside aligned runs of `block` events: O(L), no log-sum-exp kept (engineering.fb.com 2026-08-03)."""
+
+    kind = "block_attention"
+    uses = ("heads", "head_dim", "mlp_dim", "causal", "block")
+    needs = ("heads", "head_dim", "block")
+    keeps_lse = False
+
+    @classmethod
+    def validate(cls, group) -> None:
+        SequenceBlock.validate.__func__(cls, group)
+        if group.block not in ATTENTION_BLOCKS:
+            raise ValueError(f"layer {group.kind}: block {group.block} is none of {', '.join(map(str, ATTENTION_BLOCKS))}")
+
+    @property
+    def variant(self) -> str:
+        return "block"
 
 
 class Hstu(SequenceBlock):

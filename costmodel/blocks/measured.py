@@ -1,8 +1,9 @@
 """Blocks as the microbenchmark times them whole: from the features of a `block:<kind>` sample back to the block's ops.
 
-Features of a sequence block: its LayerGroup numbers (`heads`, `head_dim`, `mlp_dim`, `window`, `divisor`; absent: the default; `causal` 1 or 0),
-`dim`, and the batch: `samples`, `tokens`, `pairs`, `longest`. Of a fixed part: `sequence_input` width, num_tables, dim; `summary` dim; `mlp` concat
-(1 or 0) and `width0, width1, ...`; `heads` width, num_heads and `hidden0, ...` of each; with `samples` and, over events, `tokens`.
+Features of a sequence block: its LayerGroup numbers (`heads`, `head_dim`, `mlp_dim`, `window`, `block`, `divisor`; absent: the default; `causal` 1 or
+0; `activation` an index of GDPA_ACTIVATIONS), `dim`, and the batch: `samples`, `tokens`, `pairs`, `longest`. Of a fixed part: `sequence_input` width,
+num_tables, dim; `summary` dim; `mlp` concat (1 or 0) and `width0, width1, ...`; `heads` width, num_heads and `hidden0, ...` of each; with
+`samples` and, over events, `tokens`.
 """
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from costmodel.blocks.attention import Hstu, SelfAttention
+from costmodel.blocks.attention import GDPA_ACTIVATIONS, BlockAttention, Gdpa, Hstu, SelfAttention
 from costmodel.blocks.base import BatchShape, Block, JaggedShape
 from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
 from costmodel.model import Head, LayerGroup
 from costmodel.ops import Op
 
-SEQUENCE_KINDS = {cls.kind: cls for cls in (SelfAttention, Hstu)}
+SEQUENCE_KINDS = {cls.kind: cls for cls in (SelfAttention, Gdpa, BlockAttention, Hstu)}
 _SEQUENCE = "sequence"
 _INTEGERS = ("heads", "head_dim", "mlp_dim", "window", "block", "num_queries", "num_experts")
 
@@ -37,7 +38,8 @@ def measured_block(kind: str, features: Mapping[str, float]) -> Block:
     try:
         if kind in SEQUENCE_KINDS:
             values = {name: int(features[name]) for name in _INTEGERS if features.get(name)}
-            group = LayerGroup(kind=kind, causal=bool(features.get("causal", 1)), divisor=features.get("divisor"), **values)
+            group = LayerGroup(kind=kind, causal=bool(features.get("causal", 1)), divisor=features.get("divisor"),
+                               activation=GDPA_ACTIVATIONS[int(features["activation"])] if kind == "gdpa" else None, **values)
             return SEQUENCE_KINDS[kind](group, int(features["dim"]), _SEQUENCE)
         if kind == "sequence_input":
             return SequenceInput(_SEQUENCE, int(features["width"]), int(features["num_tables"]), int(features["dim"]))
@@ -74,8 +76,8 @@ def measured_block_ops(kind: str, features: Mapping[str, float], precision: str)
 
 
 def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
-    """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the block:
-    heads of different hidden widths."""
+    """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the
+    block: heads of different hidden widths."""
     values: dict[str, float] = {"samples": float(batch.samples)}
     if isinstance(block, Mlp):
         return {**values, "concat": float(block.concat), **{f"width{i}": float(w) for i, w in enumerate(block.widths)}}
@@ -92,5 +94,7 @@ def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
         return values
     group = block.group
     numbers = {name: float(getattr(group, name)) for name in (*_INTEGERS, "divisor") if getattr(group, name)}
+    if group.activation is not None:
+        numbers["activation"] = float(GDPA_ACTIVATIONS.index(group.activation))
     return {**values, **numbers, "causal": float(group.causal), "longest": shape.longest,
             "pairs": shape.pairs(causal=group.causal, window=group.window, block=group.block)}

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from costmodel import ops
+from costmodel.blocks.attention import GDPA_ACTIVATIONS
 from costmodel.model import TableGroup
-from kernels import gdpa, jagged_attention
+from kernels import block_attention, gdpa, jagged_attention
 from kernels.embedding import embedding_pooled, embedding_sequence, new_optimizer_state
 from kernels.jagged import jagged_mean
 from runtime.microbench.requests import Request
@@ -128,20 +129,21 @@ def _attention(request: Request, device: torch.device) -> Differentiable:
     options = dict(request.options)
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(request.lengths)])).to(device)
     qkv = _random(request, device, tokens, 3, heads, head_dim)
-    masks = {"causal": bool(options.get("causal", 1.0)), "window": int(options["window"]) if options.get("window") else None}
-
-    def softmax() -> Tensor:
-        q, k, v = qkv.unbind(1)
-        return jagged_attention(q, k, v, offsets, offsets, max_q=longest, max_k=longest, **masks)
-
-    def hstu() -> Tensor:
-        q, k, v = qkv.unbind(1)
-        return gdpa(q, k, v, offsets, offsets, max_q=longest, max_k=longest, activation="silu", divisor=options.get("divisor", float(longest)),
-                    **masks)
-
-    forward = {"softmax": softmax, "hstu": hstu}.get(request.op.variant.removesuffix("_window"))
-    if forward is None:
+    causal, divisor = bool(options.get("causal", 1.0)), options.get("divisor", float(longest))
+    masks = {"causal": causal, "window": int(options["window"]) if options.get("window") else None}
+    variant = request.op.variant.removesuffix("_window")
+    activation = "silu" if variant == "hstu" else variant.removeprefix("gdpa_")
+    if variant not in ("softmax", "block", "hstu") and activation not in GDPA_ACTIVATIONS:
         raise ValueError(f"attention variant {request.op.variant!r} has no case here")
+
+    def forward() -> Tensor:
+        q, k, v = qkv.unbind(1)
+        if variant == "block":
+            return block_attention(q, k, v, offsets, max_len=longest, block=int(options["block"]), causal=causal)
+        if variant == "softmax":
+            return jagged_attention(q, k, v, offsets, offsets, max_q=longest, max_k=longest, **masks)
+        return gdpa(q, k, v, offsets, offsets, max_q=longest, max_k=longest, activation=activation, divisor=divisor, **masks)
+
     return [qkv], forward
 
 

@@ -76,7 +76,8 @@ def _own(plan: Plan, rng: np.random.Generator) -> list[Request]:
             for one in region.block.forward(batch, precisions[region.name]):
                 if one.kind == "attention":
                     group = region.block.group
-                    options = [("causal", float(group.causal))] + [(k, float(getattr(group, k))) for k in ("window", "divisor") if getattr(group, k)]
+                    options = [("causal", float(group.causal))]
+                    options += [(k, float(getattr(group, k))) for k in ("window", "divisor", "block") if getattr(group, k)]
                     found.append(Request(op=_single(one), lengths=tuple(lengths[region.sequence].tolist()), options=tuple(options)))
                 else:
                     found.append(Request(op=_single(one)))
@@ -179,6 +180,6 @@ def _attention_spread(own: list[Request], count: int, rng: np.random.Generator) 
 
 
 def executed_pairs(lengths: np.ndarray, options: dict[str, float]) -> float:
-    """(query, key) pairs of one head: causal or full, inside a window where there is one."""
-    window = int(options["window"]) if options.get("window") else None
-    return JaggedShape.of_lengths(lengths).pairs(causal=bool(options.get("causal", 1.0)), window=window)
+    """(query, key) pairs of one head: causal or full, inside a window or blocks where there are."""
+    window, block = (int(options[name]) if options.get(name) else None for name in ("window", "block"))
+    return JaggedShape.of_lengths(lengths).pairs(causal=bool(options.get("causal", 1.0)), window=window, block=block)

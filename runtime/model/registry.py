@@ -5,9 +5,10 @@ from torch import nn
 
 from costmodel.model import LayerGroup
 from runtime.model.hstu import HSTU
-from runtime.model.self_attention import SelfAttention
+from runtime.model.self_attention import GDPA, BlockAttention, SelfAttention
 
-BLOCKS: dict[str, type[nn.Module]] = {"self_attention": SelfAttention, "hstu": HSTU}
+BLOCKS: dict[str, type[nn.Module]] = {"self_attention": SelfAttention, "gdpa": GDPA, "block_attention": BlockAttention,
+                                      "hstu": HSTU}
 
 
 def build_block(dim: int, layer: LayerGroup) -> nn.Module:

@@ -1,23 +1,24 @@
-"""Pre-norm transformer block over jagged events: softmax attention, then an optional GELU feed-forward.
+"""Pre-norm transformer blocks over jagged events: attention, then an optional GELU feed-forward. The kinds differ in their attention.
 
 Shape legend: T events of all samples, D model width, H heads of width d.
 """
 from __future__ import annotations
 
+import abc
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from costmodel.model import LayerGroup
-from kernels import jagged_attention
+from kernels import block_attention, gdpa, jagged_attention
 
 
-class SelfAttention(nn.Module):
-    """`x += Wo softmax(q k^T / sqrt(d)) v`, then `x += W2 GELU(W1 LayerNorm(x))` where `mlp_dim` is set; causal or full, optional window."""
+class TransformerBlock(nn.Module, abc.ABC):
+    """`x += Wo attend(q, k, v)`, then `x += W2 GELU(W1 LayerNorm(x))` where `mlp_dim` is set."""
 
     def __init__(self, dim: int, layer: LayerGroup) -> None:
         super().__init__()
-        self.heads, self.head_dim, self.causal, self.window = layer.heads, layer.head_dim, layer.causal, layer.window
-        width = layer.heads * layer.head_dim
+        self.layer, width = layer, layer.heads * layer.head_dim
         self.attention_norm = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * width)
         self.out = nn.Linear(width, dim)
@@ -27,12 +28,37 @@ class SelfAttention(nn.Module):
             self.up = nn.Linear(dim, layer.mlp_dim)
             self.down = nn.Linear(layer.mlp_dim, dim)
 
+    @abc.abstractmethod
+    def attend(self, q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+        """`(T, H, d)`."""
+
     def forward(self, x_TD: Tensor, offsets: Tensor, max_length: int) -> Tensor:
-        qkv = self.qkv(self.attention_norm(x_TD)).view(-1, 3, self.heads, self.head_dim)
+        qkv = self.qkv(self.attention_norm(x_TD)).view(-1, 3, self.layer.heads, self.layer.head_dim)
         q_THd, k_THd, v_THd = qkv.unbind(1)
-        attended = jagged_attention(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, causal=self.causal,
-                                    window=self.window)
-        x_TD = x_TD + self.out(attended.flatten(1))
+        x_TD = x_TD + self.out(self.attend(q_THd, k_THd, v_THd, offsets, max_length).flatten(1))
         if self.has_mlp:
             x_TD = x_TD + self.down(F.gelu(self.up(self.mlp_norm(x_TD))))
         return x_TD
+
+
+class SelfAttention(TransformerBlock):
+    """`softmax(q k^T / sqrt(d)) v`; causal or full, optional sliding window."""
+
+    def attend(self, q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+        return jagged_attention(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, causal=self.layer.causal,
+                                window=self.layer.window)
+
+
+class GDPA(TransformerBlock):
+    """`activation(q k^T / sqrt(d)) v / divisor`; causal or full, optional sliding window."""
+
+    def attend(self, q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+        return gdpa(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, activation=self.layer.activation,
+                    divisor=self.layer.divisor, causal=self.layer.causal, window=self.layer.window)
+
+
+class BlockAttention(TransformerBlock):
+    """Softmax attention inside consecutive runs of `block` events of a history; causal or full."""
+
+    def attend(self, q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+        return block_attention(q_THd, k_THd, v_THd, offsets, max_len=max_length, block=self.layer.block, causal=self.layer.causal)

@@ -11,6 +11,8 @@ from costmodel.workload import Lengths
 
 GROUPS = {
     "self_attention": LayerGroup(kind="self_attention", heads=2, head_dim=16, mlp_dim=64),
+    "gdpa": LayerGroup(kind="gdpa", heads=2, head_dim=16, mlp_dim=64, divisor=50.0, activation="silu"),
+    "block_attention": LayerGroup(kind="block_attention", heads=2, head_dim=16, mlp_dim=64, block=64),
     "hstu": LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=50.0),
 }
 
@@ -114,6 +116,8 @@ def test_fixed_parts_counts():
     (LayerGroup(kind="self_attention", heads=2), "head_dim must be given"),
     (LayerGroup(kind="self_attention", heads=2, head_dim=8, divisor=3.0), "divisor = 3.0 has no meaning"),
     (LayerGroup(kind="self_attention", heads=2, head_dim=8, window=0), "window must be >= 1"),
+    (LayerGroup(kind="gdpa", heads=2, head_dim=8, divisor=3.0, activation="tanh"), "activation 'tanh' is none of"),
+    (LayerGroup(kind="block_attention", heads=2, head_dim=8, block=48), "block 48 is none of"),
     (LayerGroup(kind="hstu", heads=2, head_dim=8), "divisor must be given"),
     (LayerGroup(kind="hstu", heads=2, head_dim=8, divisor=5.0, mlp_dim=4), "mlp_dim = 4 has no meaning"),
     (LayerGroup(kind="hstu", heads=2, head_dim=8, divisor=5.0, causal=False), "causal"),

@@ -20,6 +20,14 @@ LAYERS: dict[str, tuple[LayerGroup, ...]] = {
         LayerGroup(kind="self_attention", heads=2, head_dim=16, mlp_dim=32, causal=False),
         LayerGroup(kind="self_attention", heads=1, head_dim=32, mlp_dim=32, window=3),
     ),
+    "gdpa": (
+        LayerGroup(kind="gdpa", heads=2, head_dim=16, mlp_dim=48, activation="gelu", divisor=20.0),
+        LayerGroup(kind="gdpa", heads=2, head_dim=8, activation="silu", divisor=5.0, causal=False, window=4),
+    ),
+    "block_attention": (
+        LayerGroup(kind="block_attention", heads=2, head_dim=16, mlp_dim=48, block=64),
+        LayerGroup(kind="block_attention", heads=2, head_dim=16, block=32, causal=False),
+    ),
     "hstu": (
         LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=50.0),
         LayerGroup(kind="hstu", heads=1, head_dim=8, divisor=7.0),

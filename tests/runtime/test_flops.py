@@ -13,9 +13,11 @@ from costmodel import blocks as costs
 from costmodel.blocks import BatchShape, JaggedShape
 from costmodel.ops import BACKWARD, FORWARD
 from costmodel.regions import regions
+from runtime.checkpointing import apply_checkpointing
+from runtime.memory import StorageTracker, storage_ids
 from runtime.model import BLOCKS, GEM, build_block
 
-LENGTHS = ([3, 0, 17, 1], [8], [5, 5, 30, 2, 9, 0])
+LENGTHS = ([3, 0, 17, 1], [8], [5, 5, 70, 2, 9, 0])
 KINDS = sorted(set(BLOCKS) | set(costs.BLOCKS))
 
 
@@ -83,6 +85,32 @@ def test_block_values(kind, layer, monkeypatch):
         if hasattr(loaded, name):
             monkeypatch.setattr(loaded, name, function)
     torch.testing.assert_close(module(x, offsets, max(lengths)), fast, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "layer"), block_cases())
+def test_block_saved_bytes(kind, layer):
+    """What autograd keeps of a block is what the cost model says; a block counts its input, never its output."""
+    lengths, dim = [30, 0, 17, 100], 32
+    module, cost = build_block(dim, layer), costs.BLOCKS[kind](layer, dim, "history")
+    offsets, x = torch.tensor([0, *lengths]).cumsum(0), torch.randn(sum(lengths), dim, requires_grad=True)
+    for policy in ("none", "selective", "full"):
+        apply_checkpointing(module, policy)
+        module(x, offsets, max(lengths))  # what lives for good, such as cached masks
+        with StorageTracker() as tracker:
+            out = module(x, offsets, max(lengths))
+        kept = tracker.alive_bytes(storage_ids([*module.parameters(), offsets, x, out])) + x.nbytes
+        assert kept == pytest.approx(cost.saved_bytes(shapes(lengths), "fp32", policy), rel=0.03), policy
+        module = build_block(dim, layer)
+
+
+@pytest.mark.parametrize(("kind", "layer"), block_cases())
+def test_block_gradients(kind, layer):
+    """Against finite differences in float64."""
+    torch.manual_seed(0)
+    module, offsets = build_block(8, layer).double(), torch.tensor([0, 3, 3, 8])
+    x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    parameters = [p for p in module.parameters() if p.dim() == 1 or p.numel() <= 256]
+    assert torch.autograd.gradcheck(lambda x, *_: module(x, offsets, 5), (x, *parameters), fast_mode=True)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
