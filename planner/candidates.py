@@ -6,10 +6,10 @@ Parts that depend on few columns are priced once per distinct combination of tho
     dense      (blocks) x (fsdp, ddp, reshard, transport)               recurrences over the blocks: gathers beside compute, reductions behind it
     sparse     (sparse layout) x (local batch, accumulation)            ids, lookups and exchanges at even load, in series with the dense part
 
-    step  >=  accumulation (sparse + forward + backward) + update and average + max(optimizer after compute, after the last reduction)
+    step  >=  accumulation x (sparse + forward + backward) + update and average + optimizer            (gathers waited for, or the last reduction)
+    step  >=  the same without waits + what collectives take of compute + the least recomputation that makes forward's activations fit
 
-Host launches, uneven tables and recomputation are left out, so this is below the bound of every plan; a candidate's own program
-(planner.ilp) puts them in.
+Host launches, uneven tables and shared links are left out, so this is below the bound of every plan; a candidate's own program (planner.ilp) has them.
 """
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from costmodel.blocks import activation_dtype
+from costmodel.contention import RATE_FLOOR
 from costmodel.comms import layout_groups, network
 from costmodel.lower import batch_shape, pricer
-from costmodel.memory import embedding_bytes, memory, option_memory
+from costmodel.memory import INPUT_BATCHES, embedding_bytes, exchange_bytes, input_bytes, memory
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
 from costmodel.regions import regions
 from costmodel.sparse import group_work
 from planner.bounds import mean_loads
 from planner.pricing import Pricing
+
+_COMMUNICATING = ("fsdp", "ddp", "sparse_group", "sparse_replicas")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,9 @@ class FirstBounds:
 def first_bounds(pricing: Pricing) -> FirstBounds:
     """The module's formulas over all candidates of a space."""
     made = _Bounds(pricing)
-    return FirstBounds(seconds=made.seconds(), reserved=made.reserved())
+    made.weigh()
+    seconds = made.seconds()
+    return FirstBounds(seconds=seconds, reserved=made.reserved(made.block_of))
 
 
 class _Bounds:
@@ -51,6 +56,7 @@ class _Bounds:
         self.choices = pricing.space.regions
         self.calibration = pricing.calibration
         self.slow = pricing.slowest(pricing.base(0))[1]
+        self.curves: list[tuple[np.ndarray, np.ndarray]] = []
 
     def per(self, names: Iterable[str], price: Callable[[int, Plan], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(`price` of one representative for each distinct combination of the columns `names`, stacked; which of them each candidate has)."""
@@ -66,18 +72,32 @@ class _Bounds:
 
     def seconds(self) -> np.ndarray:
         blocks, block_of = self.per(("local_batch", "batching"), self.block_seconds)
-        moves, move_of = self.per(("fsdp", "ddp", "reshard_after_forward", "transport", "execution"), self.move_seconds)
+        self.block_of = block_of
+        moves, move_of = self.per(("fsdp", "ddp", "reshard_after_forward", "transport"), self.move_seconds)
         sparse, sparse_of = self.per(("sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "transport", "local_batch", "accumulation"),
                                      self.sparse_seconds)
-        pair = block_of * len(moves) + move_of
-        distinct, pair_of = np.unique(pair, return_inverse=True)
+        distinct, pair_of = np.unique(block_of * len(moves) + move_of, return_inverse=True)
         dense = dense_times(blocks[distinct // len(moves)], moves[distinct % len(moves)], len(self.units))[pair_of]
-        micro, last = dense[:, 0], dense[:, 1:]
         accumulation = self.columns["accumulation"]
-        each, update = sparse[sparse_of, 0], sparse[sparse_of, 1]
-        before = accumulation * each + (accumulation - 1) * micro
-        optimizer = moves[move_of, -1]
-        return self.slow * (np.maximum(before + last[:, 0] + update, before - sparse[sparse_of, 2] + last[:, 1]) + optimizer)
+        each, update, behind = sparse[sparse_of].T
+        repeats = (accumulation - 1) * dense[:, 0]
+        free = repeats + np.maximum(dense[:, 1] + update, dense[:, 2] - behind)
+        # compute alone, with what collectives take of it and what the memory makes it compute again
+        again = accumulation * self.recomputation(block_of)
+        worked = (accumulation - 1) * dense[:, 3] + dense[:, 4] + update + again
+        return self.slow * (accumulation * each + np.maximum(free, worked) + moves[move_of, -1])
+
+    def recomputation(self, block_of: np.ndarray) -> np.ndarray:
+        """`(candidates,)`: least seconds of recomputation in a micro-batch that bring what forward keeps under the memory that is left.
+
+        Relaxed to fractions of blocks: per class of blocks a convex, falling function of the bytes that may stay.
+        """
+        room = self.usable - self.resting - self.kept
+        extra = np.zeros(len(room))
+        for k, curve in enumerate(self.curves):
+            here = block_of == k
+            extra[here] = np.interp(room[here], curve[0], curve[1])
+        return extra
 
     @property
     def units(self) -> list[int]:
@@ -85,34 +105,46 @@ class _Bounds:
         return [k for k, r in enumerate(self.regions) for _ in range(r.count)]
 
     def block_seconds(self, i: int, plan: Plan) -> np.ndarray:
-        """`(2 units + 1,)`: least forward and backward seconds of every block, and of the loss both ways with the input's copy."""
+        """`(2 units + 1,)`: least forward and backward seconds of every block, and of the loss both ways. Adds the class's curve of recomputation."""
         batch, prices = batch_shape(plan, self.pricing.slowest(plan)[0]), pricer(plan, self.calibration)
         prices.keep(batch)
         times = [[min(prices.block(r.block, batch, p, phase).seconds for p in {c.precision for c in self.choices[r.name]}) for r in self.regions]
                  for phase in (FORWARD, BACKWARD)]
+        options = []
+        for k, r in enumerate(self.regions):
+            least = times[0][k] + times[1][k]
+            points = []
+            for c in self.choices[r.name]:
+                spent = prices.block(r.block, batch, c.precision, FORWARD).seconds + prices.block(r.block, batch, c.precision, BACKWARD).seconds
+                again = prices.recompute(r.block, batch, c.precision, c.checkpoint).seconds
+                points.append((r.block.saved_bytes(batch, c.precision, c.checkpoint), max(0.0, spent + again - least)))
+            options.append((r.count, points))
+        self.curves.append(saving_curve(options))
         rows = batch.samples * len(plan.model.heads)
         loss = sum(prices.ops([op("bce", m=rows)], phase).seconds for phase in (FORWARD, BACKWARD))
         return np.concatenate([np.array(times)[:, self.units].ravel(), [loss]])
 
     def move_seconds(self, i: int, plan: Plan) -> np.ndarray:
-        """`(6 units + 2,)` by block: gather, unshard, pack, scatter, all-reduce, regather; then whether ranks share a tier, and the optimizer."""
+        """`(8 units + 2,)` by block: gather, unshard, pack, scatter, all-reduce, whether it is gathered again, and what the gather and the
+        reductions take from compute; then whether everything is one chain, and the optimizer."""
         prices, net = pricer(plan, self.calibration), network(plan.cluster, self.calibration, plan.transport)
         groups, layout = layout_groups(plan.layout), plan.layout
         low = {r.name: min(dtype_bytes(activation_dtype(c.precision)) for c in self.choices[r.name]) for r in self.regions}
-        wrapped = layout.world_size > 1
+        wrapped, gpu = layout.world_size > 1, plan.cluster.device.kind == "gpu"
+        cap = (1.0 - RATE_FLOOR) / max(1, len(plan.cluster.tiers)) * gpu
         table = []
         for r in self.regions:
             shard = 4.0 * r.block.sharded_elements(layout.fsdp)
-            gather = net.cost("all_gather", low[r.name] * layout.fsdp * shard / 4.0, groups["fsdp"]).seconds
-            unshard = prices.unit("fsdp_gather", r.block).seconds
-            pack = prices.unit("fsdp_reduce", r.block).seconds
-            scatter = net.cost("reduce_scatter", shard * layout.fsdp, groups["fsdp"]).seconds
-            summed = net.cost("all_reduce", shard, groups["ddp"]).seconds
-            table.append([v * wrapped for v in (gather, unshard, pack, scatter, summed, layout.reshard_after_forward)])
+            gather = net.cost("all_gather", low[r.name] * layout.fsdp * shard / 4.0, groups["fsdp"])
+            scatter = net.cost("reduce_scatter", shard * layout.fsdp, groups["fsdp"])
+            summed = net.cost("all_reduce", shard, groups["ddp"])
+            unshard, pack = prices.unit("fsdp_gather", r.block).seconds, prices.unit("fsdp_reduce", r.block).seconds
+            taken = min(gather.share, cap) * gather.seconds, min(scatter.share, cap) * scatter.seconds + min(summed.share, cap) * summed.seconds
+            table.append([v * wrapped for v in (gather.seconds, unshard, pack, scatter.seconds, summed.seconds, layout.reshard_after_forward, *taken)])
         elements = sum(r.count * r.block.sharded_elements(layout.fsdp) for r in self.regions)
         tensors = sum(r.count * r.block.num_tensors for r in self.regions)
         optimizer = prices.ops([op("adamw", parameters=elements, tensors=tensors)], STEP).seconds
-        return np.concatenate([np.array(table).T[:, self.units].ravel(), [float(plan.cluster.device.kind == "cpu"), optimizer]])
+        return np.concatenate([np.array(table).T[:, self.units].ravel(), [float(not gpu), optimizer]])
 
     def sparse_seconds(self, i: int, plan: Plan) -> np.ndarray:
         """`(3,)`: seconds of the sparse part of every micro-batch, of the last one's update and average, and of what follows backward in each."""
@@ -160,69 +192,104 @@ class _Bounds:
 
     # --- memory ---
 
-    def reserved(self) -> np.ndarray:
-        """Least reserved bytes: everything that rests, tables spread evenly, and each block's leanest option."""
-        multiple = self.columns["accumulation"] > 1
-        resting, rest_of = self.per(("fsdp", "ddp", "sparse_group", "sparse_replicas", "fully_sharded_2d", "local_batch"), self.resting_bytes)
-        dense, dense_of = self.per(("fsdp", "reshard_after_forward", "local_batch", "batching"), self.dense_bytes)
-        gradients = resting[rest_of, 1]
-        in_step = dense[dense_of].max(axis=1) + multiple * gradients + resting[rest_of, 5]
-        peak = resting[rest_of, 0] + np.maximum(in_step, np.maximum(gradients, resting[rest_of, 2]))
-        return resting[rest_of, 3] * peak + resting[rest_of, 4]
+    def weigh(self) -> None:
+        """Sets the memory of every candidate: `resting` beside activations, `kept` through forward whatever the options, `usable` allocated bytes,
+        `slope` and `context` of reserved over allocated, and the terms of the other phases."""
+        columns, multiple = self.columns, self.columns["accumulation"] > 1
+        parameters, fsdp_of = self.per(("fsdp",), lambda i, plan: [4.0 * sum(r.count * r.block.sharded_elements(plan.layout.fsdp) for r in self.regions)])
+        exchange, group_of = self.per(("sparse_group", "local_batch"), self.exchange)
+        links, link_of = self.per(("fsdp", "ddp", "sparse_group", "sparse_replicas"),
+                                  lambda i, plan: [sum(g.size > 1 for n, g in layout_groups(plan.layout).items() if n in _COMMUNICATING)])
+        weights, swapped, embeddings, inputs = exchange[group_of].T
+        replicas = columns["sparse_replicas"]
+        full = (columns["fully_sharded_2d"] > 0) & (replicas > 1)
+        tables = weights / np.where(full, replicas, 1)
+        first = self.pricing.base(0)
+        batch = batch_shape(dataclasses.replace(first, batching="jagged"))
+        loads = mean_loads(first, {n: s.tokens for n, s in batch.sequences.items()})
+        found = memory(first, batch, loads, self.calibration)
+        half = dataclasses.replace(batch, sequences={n: s.scaled(0.5, 1.0) for n, s in batch.sequences.items()})
+        other = memory(first, half, loads, self.calibration)
+        rise = found.peak.value - other.peak.value
+        self.slope = (found.reserved.value - other.reserved.value) / rise if rise else 1.0
+        self.context = found.reserved.value - self.slope * found.peak.value
+        self.usable = (found.limit - self.context) / self.slope
+        links_bytes = (found.categories["buffers"] - exchange_bytes(first, loads)) / max(1.0, links[link_of[0], 0])
+        self.gradients = parameters[fsdp_of, 0]
+        self.resting = 3 * self.gradients + tables + INPUT_BATCHES * inputs + swapped + links_bytes * links[link_of, 0]
+        self.in_flight = np.where(full, weights, 0.0)
+        low = sum(r.count * r.block.num_parameters * min(dtype_bytes(activation_dtype(c.precision)) for c in self.choices[r.name]) for r in self.regions)
+        keep = (columns["reshard_after_forward"] == 0) & (columns["fsdp"] > 1)
+        self.kept = embeddings + multiple * self.gradients + keep * low
 
-    def resting_bytes(self, i: int, plan: Plan) -> np.ndarray:
-        """`(6,)`: bytes that rest, gradients, tables in flight, slope and constant of reserved over allocated, and what tables keep for backward."""
+    def exchange(self, i: int, plan: Plan) -> np.ndarray:
+        """`(4,)` bytes at even load: tables with their state, exchange buffers, what tables keep for backward, one batch of input."""
         plan = dataclasses.replace(plan, batching="jagged")
         batch = batch_shape(plan)
         loads = mean_loads(plan, {n: s.tokens for n, s in batch.sequences.items()})
-        found = memory(plan, batch, loads, self.calibration)
-        c, full = found.categories, plan.layout.fully_sharded_2d and plan.layout.sparse_replicas > 1
-        in_flight = float(loads.weights[0] + loads.state[0]) if full else 0.0
-        half = dataclasses.replace(batch, sequences={n: s.scaled(0.5, 1.0) for n, s in batch.sequences.items()})
-        other = memory(plan, half, loads, self.calibration)
-        rise = found.peak.value - other.peak.value
-        slope = (found.reserved.value - other.reserved.value) / rise if rise else 1.0
-        rest = c["parameters"] + c["optimizer"] + c["tables"] - (float(loads.weights[0] + loads.state[0]) if full else 0.0) + c["table_state"]
-        return np.array([rest + c["input"] + c["buffers"], c["gradients"], in_flight, slope, found.reserved.value - slope * found.peak.value,
-                         embedding_bytes(plan, batch)])
+        return np.array([loads.weights[0] + loads.state[0], exchange_bytes(plan, loads), embedding_bytes(plan, batch), input_bytes(plan, batch)])
 
-    def dense_bytes(self, i: int, plan: Plan) -> np.ndarray:
-        """`(2,)` bytes over the resting ones at the end of forward, and in the backward of the last block (what tables keep is in `resting_bytes`)."""
-        batch, keep = batch_shape(plan, self.pricing.slowest(plan)[0]), not plan.layout.reshard_after_forward
-        least = [[option_memory(r, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=plan.layout.fsdp) for c in self.choices[r.name]]
-                 for r in self.regions]
-        saved = sum(r.count * min(m.saved + (m.unsharded if keep else 0.0) for m in options) for r, options in zip(self.regions, least))
-        last = min(max(0.0, m.whole - m.saved) + m.workspace + m.unsharded * (1.0 if keep else 2.0) for m in least[-1])
-        return np.array([saved, saved + last])
+    def reserved(self, block_of: np.ndarray) -> np.ndarray:
+        """Least reserved bytes: everything that rests, tables spread evenly, and each block's leanest option."""
+        saved = np.array([curve[0][0] for curve in self.curves])[block_of]
+        return self.slope * (self.resting + np.maximum(self.kept + saved, np.maximum(self.gradients, self.in_flight))) + self.context
+
+
+def saving_curve(options: list[tuple[int, list[tuple[float, float]]]]) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes kept, least extra seconds), ascending in bytes: `options` are (count, [(bytes, extra seconds) of one block]) of every region.
+
+    The lower convex hull of each region's options is walked from the fastest to the leanest; all steps together, best seconds per byte first.
+    """
+    kept, steps = 0.0, []
+    for count, points in options:
+        points = sorted(points, key=lambda p: (p[1], p[0]))
+        here = points[0]
+        kept += count * here[0]
+        while True:
+            leaner = [(max(0.0, p[1] - here[1]) / (here[0] - p[0]), p) for p in points if p[0] < here[0]]
+            if not leaner:
+                break
+            price, following = min(leaner, key=lambda step: (step[0], step[1][0]))
+            steps.append((price, count * (here[0] - following[0])))
+            here = following
+    prices, sizes = np.array(sorted(steps)).T if steps else (np.zeros(0), np.zeros(0))
+    left = kept - np.concatenate([[0.0], np.cumsum(sizes)])
+    spent = np.concatenate([[0.0], np.cumsum(prices * sizes)])
+    return left[::-1].copy(), spent[::-1].copy()
 
 
 def dense_times(blocks: np.ndarray, moves: np.ndarray, units: int) -> np.ndarray:
-    """`(n, 3)`: least seconds of forward and backward of a micro-batch that reduces nothing, of the last one's compute, and until its last reduction.
+    """`(n, 5)` least seconds: forward and backward of a micro-batch that reduces nothing; the last one's compute; until its last reduction; and compute
+    with what collectives take of it, for a micro-batch that reduces nothing and for the last one.
 
-    `blocks` `(n, 2 units + 1)` and `moves` `(n, 6 units + 2)` as `_Bounds` prices them. A gather runs beside the block before its own, a reduction
+    `blocks` `(n, 2 units + 1)` and `moves` `(n, 8 units + 2)` as `_Bounds` prices them. A gather runs beside the block before its own, a reduction
     behind its block; which of them shares a link with which is left out. On a CPU everything is one chain.
     """
     forward, backward, loss = blocks[:, :units], blocks[:, units:2 * units], blocks[:, -1]
-    gather, unshard, pack, scatter, summed, regather = (moves[:, k * units:(k + 1) * units] for k in range(6))
+    gather, unshard, pack, scatter, summed, again, gather_takes, reduce_takes = (moves[:, k * units:(k + 1) * units] for k in range(8))
+    worked = (forward + backward + (1 + again) * unshard).sum(axis=1) + loss
     if moves[0, -2] > 0:
-        plain = (gather + unshard + forward + backward + regather * (gather + unshard)).sum(axis=1) + loss
+        plain = worked + ((1 + again) * gather).sum(axis=1)
         last = plain + (pack + scatter + summed).sum(axis=1)
-        return np.stack([plain, last, last], axis=1)
+        return np.stack([plain, last, last, plain, last], axis=1)
     end = before = sent = np.zeros(len(blocks))
     for u in range(units):
         sent = np.maximum(before, sent) + gather[:, u]
         before, end = end, np.maximum(end, sent) + unshard[:, u] + forward[:, u]
     results = []
     for packing in (np.zeros_like(pack), pack):
-        sent = end + regather[:, -1] * gather[:, -1]
+        sent = end + again[:, -1] * gather[:, -1]
         now = end + loss
         reduction = now
         for u in range(units - 1, -1, -1):
             start = now
-            now = np.maximum(now, np.where(regather[:, u] > 0, sent, 0.0)) + regather[:, u] * unshard[:, u] + backward[:, u]
+            now = np.maximum(now, np.where(again[:, u] > 0, sent, 0.0)) + again[:, u] * unshard[:, u] + backward[:, u]
             if u:
-                sent = np.maximum(start, sent) + regather[:, u - 1] * gather[:, u - 1]
+                sent = np.maximum(start, sent) + again[:, u - 1] * gather[:, u - 1]
             now = now + packing[:, u]
             reduction = np.maximum(reduction, now) + scatter[:, u]
         results += [now, np.maximum(reduction, now + scatter[:, 0] + summed[:, 0])]
-    return np.stack([results[0], results[2], results[3]], axis=1)
+    worked = worked + ((1 + again) * gather_takes).sum(axis=1)
+    # the last blocks' reductions may outlast backward
+    reducing = worked + pack.sum(axis=1) + reduce_takes[:, 2:].sum(axis=1)
+    return np.stack([results[0], results[2], results[3], worked, reducing], axis=1)

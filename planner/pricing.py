@@ -25,7 +25,7 @@ from planner.placement import Group, Items, place
 from planner.scenario import ResolvedScenario
 from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, predict_only_reasons, table_choices
 
-_HEAVIER = (1.1, 1.5, 2.0, 4.0)
+_HEAVIER = (1.1, 2.0)
 """Loads over the mean at which sparse tasks are priced for their slope; the least secant holds for all of them."""
 
 
@@ -64,6 +64,8 @@ class Pricing:
         self.dominated: dict[str, dict[RegionChoice, RegionChoice]] = {}
         self.lowerings = 0
         self._slowest: dict[tuple, tuple[dict[str, Factors], float]] = {}
+        self._undominated: dict[tuple, tuple[RegionChoice, ...]] = {}
+        self._slopes: dict[tuple, dict[Key, float]] = {}
         self._durations: dict[tuple, dict[str, dict[RegionChoice, dict[Key, float]]]] = {}
 
     # --- plans ---
@@ -93,10 +95,10 @@ class Pricing:
             RegionOption(count=n, precision=c.precision, checkpoint=c.checkpoint)
             for c in self.space.regions[name] if (n := choice.regions[name].get(c, 0)))) for name in self.blocks)
 
-    def plan(self, i: int, choice: Choice) -> Plan:
-        """The placed plan of a solution. Raises PlacementError when a shard fits nowhere."""
+    def plan(self, i: int, choice: Choice, *, any_size: bool = False) -> Plan:
+        """The placed plan of a solution. Raises PlacementError when a shard fits nowhere; with `any_size` memory is no object."""
         plan = dataclasses.replace(self.base(i), regions=self.region_plans(choice))
-        plan = dataclasses.replace(plan, tables=self.place(plan, choice))
+        plan = dataclasses.replace(plan, tables=self.place(plan, choice, np.inf if any_size else self.table_cap(plan)))
         used = [c for by in choice.regions.values() for c, n in by.items() if n]
         reasons = predict_only_reasons(layout=plan.layout, options=self.candidates.options(i), precisions=[c.precision for c in used],
                                        checkpoints=[c.checkpoint for c in used], shardings=[t.sharding for t in plan.tables])
@@ -119,11 +121,14 @@ class Pricing:
         memories = {r.name: {c: option_memory(r, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=plan.layout.fsdp)
                              for c in self.space.regions[r.name]} for r in regions(scenario.model)}
         rows, kept = [], {}
+        key = self.duration_key(plan)
         for r in regions(scenario.model):
-            choices, worse = undominated(self.space.regions[r.name], durations[r.name], memories[r.name],
-                                         risk_matters=scenario.search.risk_budget is not None)
-            choices = tuple(c for c in self.space.regions[r.name] if c in choices)
-            self.dominated.setdefault(r.name, {}).update(worse)
+            if (key, r.name) not in self._undominated:
+                choices, worse = undominated(self.space.regions[r.name], durations[r.name], memories[r.name],
+                                             risk_matters=scenario.search.risk_budget is not None)
+                self._undominated[key, r.name] = tuple(c for c in self.space.regions[r.name] if c in choices)
+                self.dominated.setdefault(r.name, {}).update(worse)
+            choices = self._undominated[key, r.name]
             kept[r.name] = {c: durations[r.name][c] for c in choices}
             rows.append(RegionRow(name=r.name, count=r.count, memory={c: memories[r.name][c] for c in choices},
                                   sharded=memories[r.name][choices[0]].sharded))
@@ -144,10 +149,15 @@ class Pricing:
         """The critical chain of a priced plan as a constraint of its candidate's program."""
         return scaled(cut(priced.lowered.graph, program.durations, self.blocks), self.slowest(priced.plan)[1])
 
+    @staticmethod
+    def duration_key(plan: Plan) -> tuple:
+        """What the durations and the memory of blocks depend on."""
+        layout = plan.layout
+        return (layout.ddp, layout.fsdp, layout.reshard_after_forward, plan.local_batch, plan.batching, plan.transport, plan.execution)
+
     def durations(self, plan: Plan) -> dict[str, dict[RegionChoice, dict[Key, float]]]:
         """Durations of one block by region and choice, read off one lowered graph per choice."""
-        layout = plan.layout
-        key = (layout.ddp, layout.fsdp, layout.reshard_after_forward, plan.local_batch, plan.batching, plan.transport, plan.execution)
+        key = self.duration_key(plan)
         if key not in self._durations:
             found: dict[str, dict[RegionChoice, dict[Key, float]]] = {name: {} for name in self.blocks}
             small = dataclasses.replace(plan, model=self.single, accumulation=1)
@@ -164,6 +174,11 @@ class Pricing:
 
     def slopes(self, plan: Plan, tokens: Mapping[str, float], rest: Mapping[Key, float]) -> dict[Key, float]:
         """Added seconds of each task outside regions per unit of load over the mean: the least secant, so that the line stays below."""
+        layout = plan.layout
+        known = (layout.sparse_group, layout.sparse_replicas, layout.fully_sharded_2d, layout.sync_every, plan.local_batch, plan.accumulation,
+                 plan.batching, plan.transport, plan.execution)
+        if known in self._slopes:
+            return self._slopes[known]
         small = dataclasses.replace(plan, model=self.single, regions=uniform(self.single, {n: c[0] for n, c in self.space.regions.items()}))
         least: dict[Key, float] = {}
         for scale in _HEAVIER:
@@ -175,7 +190,8 @@ class Pricing:
             for key, seconds in rest_durations(graph).items():
                 secant = max(0.0, seconds - rest.get(key, seconds)) / (scale - 1.0)
                 least[key] = min(least.get(key, secant), secant)
-        return {key: slope for key, slope in least.items() if slope > 0}
+        self._slopes[known] = {key: slope for key, slope in least.items() if slope > 0}
+        return self._slopes[known]
 
     def memory_row(self, plan: Plan, lowered: Lowered, fastest: Mapping[str, RegionChoice], memories: Mapping) -> MemoryRow:
         """What memory() says of two plans that differ in activations only gives the allocator's overhead, which is affine in the peak."""
@@ -230,8 +246,8 @@ class Pricing:
             return float(-(-table.rows // choice.num_shards)), float(table.dim)
         return float(table.rows), table.dim / (choice.num_shards if choice.sharding == "column_wise" else 1)
 
-    def place(self, plan: Plan, choice: Choice) -> tuple[TablePlacement, ...]:
-        """Every table once: the first tables of a tied set take the first sharding. Raises PlacementError."""
+    def place(self, plan: Plan, choice: Choice, cap: float) -> tuple[TablePlacement, ...]:
+        """Every table once, at most `cap` bytes of them on a rank: the first tables of a tied set take the first sharding. Raises PlacementError."""
         group, cluster = plan.layout.sparse_group, self.scenario.cluster
         factors, _ = self.slowest(plan)
         tokens = {name: shape.tokens for name, shape in batch_shape(plan, factors).sequences.items()}
@@ -261,7 +277,6 @@ class Pricing:
             host += [size if offloaded else 0.0] * repeat
             spans += [c.sharding == "table_row_wise"] * repeat
             owner += [k] * repeat
-        cap = self.table_cap(plan)
         found = place(Items.of(np.array(loads), np.array(bytes_), host_memory=np.array(host), spans_host=np.array(spans, dtype=bool)),
                       Group(num_ranks=group, ranks_per_host=local, groups_per_host=max(1, cluster.devices_per_host // group), memory_cap=cap,
                             host_cap=cluster.host_memory_bytes or np.inf, base_loads=base_loads, base_memory=base_memory))

@@ -110,10 +110,10 @@ class Search:
 
     # --- the loop ---
 
-    def run(self) -> None:
-        """Until no open bound is below the incumbent by more than the gap, or the time limit; the first plan is found in any case."""
+    def run(self, *, give_up: bool = False) -> None:
+        """Until no open bound is below the incumbent by more than the gap, or the time limit; the first plan is found in any case unless `give_up`."""
         while min(self.next_first(), self.heap[0][0] if self.heap else np.inf) < self.threshold():
-            if self.late() and self.incumbent is not None:
+            if self.late() and (give_up or self.incumbent is not None):
                 self.timed_out = True
                 return
             self.step()

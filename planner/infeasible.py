@@ -1,0 +1,143 @@
+"""No feasible plan: what was tried, by how much it failed, what is large, and ways out - each of them solved before it is named."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from costmodel.memory import CATEGORIES
+from planner.ilp import Choice, missing_memory
+from planner.pricing import Priced
+from planner.scenario import Exclusions, ResolvedScenario
+
+if TYPE_CHECKING:
+    from planner.search import Search
+
+GIB = 2.0**30
+_TRIED = 12
+"""Candidates whose missing memory is solved for exactly: those with the lowest first bound of memory."""
+_KNOB_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeastBad:
+    """The candidate that lacks the fewest bytes: its plan at the leanest options, and what is missing [bytes]."""
+
+    candidate: int
+    missing: float
+    choice: Choice
+    priced: Priced
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """A change that makes a plan feasible, as solved: `what` in the scenario's words, the step time it leads to [s]."""
+
+    what: str
+    seconds: float
+
+
+def report(state: Search) -> str:
+    """The message of NoFeasiblePlan."""
+    found = least_bad(state)
+    scenario, limit = state.scenario, state.scenario.cluster.usable_memory
+    lines = [f"scenario {scenario.name}: none of {len(state.first):,} candidates fits into {limit / GIB:.2f} GiB per rank "
+             f"({int((~state.fits).sum()):,} by their least memory, {state.solves} by their integer program)"]
+    if found is not None:
+        where = state.space.candidates.describe(found.candidate)
+        memory = found.priced.memory
+        parts = sorted(((memory.categories[name], name) for name in CATEGORIES if memory.categories[name] > 0), reverse=True)[:4]
+        lines.append(f"least bad: {where}: {found.missing / GIB:.2f} GiB missing")
+        lines.append("its largest parts: " + ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f} GiB" for size, name in parts)
+                     + f"; reserved {memory.reserved.value / GIB:.2f} GiB, peak in phase {memory.peak_phase}")
+    lines += [f"table {name}: {text}" for name, text in oversized(state)]
+    knobs = list(ways_out(state, found))
+    lines += [f"  {k}. {knob.what}: step {knob.seconds * 1e3:.4g} ms" for k, knob in enumerate(knobs, start=1)]
+    if knobs:
+        lines.insert(len(lines) - len(knobs), "ways out, each solved:")
+    else:
+        lines.append("no single change that was tried (memory, pins, exclusions, predict-only options) makes a plan fit")
+    return "\n".join(lines)
+
+
+def least_bad(state: Search) -> LeastBad | None:
+    """The candidate with the fewest missing bytes, of those whose first bound of memory is lowest and those whose program was infeasible."""
+    order = [int(i) for i in np.argsort(state.least_memory, kind="stable")[:_TRIED]]
+    best: LeastBad | None = None
+    for i in [*order, *[i for i in state.infeasible if i not in order][:_TRIED]]:
+        program = state.infeasible.get(i) or state.pricing.program(i)
+        missing, choice = missing_memory(program)
+        if choice is None or (best is not None and missing >= best.missing):
+            continue
+        priced = state.pricing.price(state.pricing.plan(i, choice, any_size=True), choice)
+        missing = priced.memory.reserved.value - priced.memory.limit
+        if best is None or missing < best.missing:
+            best = LeastBad(candidate=i, missing=missing, choice=choice, priced=priced)
+    return best
+
+
+def oversized(state: Search) -> Iterator[tuple[str, str]]:
+    """Tables whose smallest legal shard is larger than a rank's memory in every sparse group that is left."""
+    limit, pricing = state.scenario.cluster.usable_memory, state.pricing
+    groups = [int(g) for g in np.unique(state.space.candidates["sparse_group"])]
+    for tied in pricing.tied:
+        sizes = []
+        for group in groups:
+            for choice in pricing.choices(tied, group):
+                if choice.sharding == "host_cached":
+                    sizes.append(0.0)
+                    continue
+                rows, width = pricing.shard(tied.group, choice, group)
+                sizes.append(tied.group.weight_bytes * rows / tied.group.rows * width / tied.group.dim)
+        if min(sizes) > limit:
+            names = sorted({c.sharding for g in groups for c in pricing.choices(tied, g)})
+            yield tied.name, (f"{tied.group.weight_bytes / GIB:.2f} GiB; its smallest shard is {min(sizes) / GIB:.2f} GiB under {', '.join(names)} in groups "
+                              f"of up to {max(groups)} ranks, a rank has {limit / GIB:.2f} GiB")
+
+
+def ways_out(state: Search, found: LeastBad | None) -> Iterator[Knob]:
+    """Changes of one thing that lead to a plan, each searched for."""
+    from planner.search import Search
+
+    for what, scenario in changes(state.scenario, found.missing if found else 0.0):
+        try:
+            trial = Search(scenario, state.calibration, time_limit=_KNOB_SECONDS, gap=0.05)
+            trial.run(give_up=True)
+        except ValueError:
+            continue
+        if trial.incumbent is not None:
+            yield Knob(what=what, seconds=trial.incumbent.seconds)
+
+
+def changes(scenario: ResolvedScenario, missing: float) -> Iterator[tuple[str, ResolvedScenario]]:
+    """(the change in words, the scenario with it): more memory, each pin or exclusion undone, predict-only options, half the batch."""
+    pins, cluster = scenario.pins, scenario.cluster
+    if missing > 0:
+        room = cluster.usable_memory + missing * 1.001 + 1e6
+        device = dataclasses.replace(cluster.device, memory_bytes=max(cluster.device.memory_bytes, room))
+        of_device = "" if room <= cluster.device.memory_bytes else f" (the device has {cluster.device.memory_bytes / GIB:.2f} GiB)"
+        yield (f"memory per rank {cluster.usable_memory / GIB:.2f} -> {room / GIB:.2f} GiB{of_device}",
+               dataclasses.replace(scenario, cluster=dataclasses.replace(cluster, device=device, memory_budget=room)))
+    if cluster.memory_budget is not None and cluster.memory_budget < cluster.device.memory_bytes:
+        yield (f"no memory_budget: {cluster.device.memory_bytes / GIB:.2f} GiB",
+               dataclasses.replace(scenario, cluster=dataclasses.replace(cluster, memory_budget=None)))
+    for field in ("layout", "precision", "checkpoint", "sharding", "local_batch", "accumulation", "batching", "transport", "execution"):
+        value = getattr(pins, field)
+        if value:
+            free: object = {} if isinstance(value, dict) else None
+            yield f"without the pin {field}: {value}", dataclasses.replace(scenario, pins=dataclasses.replace(pins, **{field: free}))
+    if pins.local_batch and pins.accumulation:
+        yield ("without the pins local_batch and accumulation",
+               dataclasses.replace(scenario, pins=dataclasses.replace(pins, local_batch=None, accumulation=None)))
+    if pins.exclude != Exclusions():
+        yield "without exclusions", dataclasses.replace(scenario, pins=dataclasses.replace(pins, exclude=Exclusions()))
+    if not scenario.search.predict_only:
+        yield ("search: {predict_only: true} (options that no code here executes)",
+               dataclasses.replace(scenario, search=dataclasses.replace(scenario.search, predict_only=True)))
+    workload = scenario.workload
+    field = "local_batch" if workload.local_batch is not None else "global_batch"
+    size = getattr(workload, field)
+    if size > 1 and size % 2 == 0:
+        yield f"workload.{field} {size} -> {size // 2}", dataclasses.replace(scenario, workload=dataclasses.replace(workload, **{field: size // 2}))
