@@ -27,7 +27,7 @@ _MANTISSA_OF_MAX = 0x600000  # 1.75
 def fp32_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
     """Scale that maps `amax` (fp32) to 448: the multiplier that restores the values, and the one that is applied to them."""
     amax = torch.where(amax == math.inf, math.nan, amax).clamp(min=MIN_AMAX)
-    return amax * (1.0 / E4M3_MAX), E4M3_MAX / amax
+    return amax * (1.0 / E4M3_MAX), torch.full_like(amax, E4M3_MAX) / amax  # a Python number over a tensor rounds twice
 
 
 def e8m0_code(amax: Tensor, *, rceil: bool) -> Tensor:
