@@ -260,7 +260,8 @@ class _Builder:
     def compute(self, name: str, cost: Cost, phase: str, region: str = "", deps: Sequence[int | None] = ()) -> int:
         """A run of ops on the compute stream, after the chain and `deps`."""
         index = self.add(Task(name=name, stream=COMPUTE, seconds=cost.seconds, host_seconds=cost.host_seconds, phase=phase,
-                              deps=_deps(self.last, *deps), region=region, bytes=cost.bytes, flops=cost.flops, source=cost.source))
+                              deps=_deps(self.last, *deps), region=region, bytes=cost.bytes, flops=cost.flops, compute_bound=cost.compute_bound,
+                              source=cost.source))
         self.parts += [(phase, *part) for part in cost.parts]
         self.compute_bound += cost.compute_bound
         self.last = index
