@@ -209,11 +209,11 @@ def _timeline(tasks: Sequence[Task], start: list[float], end: list[float], issue
     exposed: dict[str, float] = {}
     idle: dict[str, float] = {}
     busy: dict[str, float] = {}
-    previous = _stream_predecessors(tasks)
+    previous, hosts = _stream_predecessors(tasks), _hosts_before(tasks)
     contention, cursor = 0.0, 0.0
 
     def wait(i: int, until: float) -> None:
-        for cause, task, seconds in _causes(tasks, start, end, issue, previous, i, cursor, until):
+        for cause, task, seconds in _causes(tasks, start, end, issue, previous, hosts, i, cursor, until):
             idle[cause] = idle.get(cause, 0.0) + seconds
             if task.kind == "collective" and cause.startswith("tier:"):
                 tier = cause.removeprefix("tier:")
@@ -248,8 +248,18 @@ def _stream_predecessors(tasks: Sequence[Task]) -> list[int]:
     return previous
 
 
-def _causes(tasks: Sequence[Task], start: list[float], end: list[float], issue: list[float], previous: list[int], i: int, begin: float,
-            until: float) -> list[tuple[str, Task, float]]:
+def _hosts_before(tasks: Sequence[Task]) -> list[int]:
+    """The last host task before each task, -1 for none."""
+    last, found = -1, []
+    for i, task in enumerate(tasks):
+        found.append(last)
+        if task.stream == HOST:
+            last = i
+    return found
+
+
+def _causes(tasks: Sequence[Task], start: list[float], end: list[float], issue: list[float], previous: list[int], hosts: list[int], i: int,
+            begin: float, until: float) -> list[tuple[str, Task, float]]:
     """What filled [begin, until] before task `i` could start (or, for -i - 1, until task i ended): the chain of tasks that ended last,
     walked back."""
     found: list[tuple[str, Task, float]] = []
@@ -267,7 +277,7 @@ def _causes(tasks: Sequence[Task], start: list[float], end: list[float], issue: 
         latest, blocker = max(((end[d], d) for d in (*tasks[i].deps, previous[i]) if d >= 0), default=(_UNKNOWN, -1))
         if issue[i] >= latest:
             # the launch came last: the host was launching, and before that in its last task of its own
-            host = next((j for j in range(i - 1, -1, -1) if tasks[j].stream == HOST), -1)
+            host = hosts[i]
             until = add("launch", tasks[i], end[host] if host >= 0 else begin)
             if host < 0:
                 break
