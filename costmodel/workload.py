@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Literal
 
 import numpy as np
-from scipy import stats
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,13 @@ class Lengths:
         return rng.choice(lengths, size=size, p=p)
 
 
+def _lognormal_cdf(values: np.ndarray, median: float, sigma: float) -> np.ndarray:
+    """P(X <= value) of a lognormal. With `math.erf`, for importing scipy.stats takes longer than most searches."""
+    with np.errstate(divide="ignore"):
+        z = np.log(values / median) / (sigma * math.sqrt(2.0))
+    return np.array([0.5 * (1.0 + math.erf(x)) for x in z])
+
+
 @functools.lru_cache(maxsize=256)
 def _pmf(spec: Lengths) -> tuple[np.ndarray, np.ndarray]:
     if spec.kind == "fixed":
@@ -81,7 +88,7 @@ def _pmf(spec: Lengths) -> tuple[np.ndarray, np.ndarray]:
     else:
         lengths = np.arange(spec.minimum, spec.maximum + 1)
         edges = np.concatenate([[0.0], lengths[:-1] + 0.5, [np.inf]])
-        p = np.diff(stats.lognorm.cdf(edges, s=spec.sigma, scale=spec.median))
+        p = np.diff(_lognormal_cdf(edges, spec.median, spec.sigma))
         p = p / p.sum()
     lengths = lengths.astype(np.int64)
     lengths.setflags(write=False)
