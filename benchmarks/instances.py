@@ -29,7 +29,7 @@ def instance(seed: int) -> ResolvedScenario:
         tiers.append(LinkTier(name="rdma", scope="cluster", bandwidth=float(rng.choice([2e9, 20e9])), latency=10e-6))
     cluster = Cluster(name="small", device=device, num_hosts=hosts, devices_per_host=per_host, tiers=tuple(tiers), memory_budget=memory)
     dim = int(rng.choice([128, 256, 512]))
-    layers = tuple(LayerGroup(kind="self_attention", count=int(rng.integers(1, 4)), heads=4, head_dim=dim // 4, mlp_dim=4 * dim)
+    layers = tuple(LayerGroup(kind="self_attention", count=int(rng.integers(1, 3)), heads=4, head_dim=dim // 4, mlp_dim=4 * dim)
                    for _ in range(int(rng.integers(1, 3))))
     tables = (TableGroup(name="event", rows=int(rng.integers(1_000, 800_000)), dim=64, pooling="sequence", sequence="history"),
               TableGroup(name="feature", rows=int(rng.integers(1_000, 300_000)), dim=int(rng.choice([64, 128])), count=int(rng.integers(1, 3)),
@@ -39,10 +39,10 @@ def instance(seed: int) -> ResolvedScenario:
                         lengths={"history": Lengths(kind="lognormal", median=float(rng.integers(50, 300)), sigma=1.0, maximum=1024)})
     world = cluster.num_ranks
     layout = {"reshard_after_forward": bool(rng.integers(2))} | ({"sparse_group": world} if rng.integers(2) else {"fsdp": min(world, per_host)})
-    pins = Pins(layout=layout, batching="jagged", precision={"history.input": "bf16", "history.summary": "bf16", "heads": "bf16", "history.*": "bf16"},
+    pins = Pins(layout=layout, batching="jagged", precision={"history.input": "bf16", "history.summary": "bf16", "heads": "bf16", "history.*": "bf16", "interaction": "bf16"},
                 checkpoint={"history.input": "none", "history.summary": "none", "heads": "none"},
                 exclude=Exclusions(checkpoint={"history.1": ("selective",), "interaction": ("selective",)},
-                                   sharding={"event": ("column_wise",), "*": ("table_row_wise",) if rng.integers(2) else ()}))
+                                   sharding={"event": ("column_wise", "table_row_wise"), "feature": ("table_row_wise",), "*": ("table_row_wise",)}))
     pins = dataclasses.replace(pins, accumulation=int(rng.choice([1, 2])))
     return ResolvedScenario(name=f"small-{seed}", cluster=cluster, model=model, workload=workload, pins=pins,
                             search=SearchOptions(time_limit=600.0, gap=0.0, top=1))

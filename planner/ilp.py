@@ -31,15 +31,18 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import pulp
 
 from costmodel.memory import BlockMemory
 from planner.bounds import Cut, Durations
+from planner.points import MAX_POINTS, Points, num_points
 from planner.solver import Solution, solve
 from planner.space import RegionChoice, TableChoice
 
 GIB = 2.0**30
 MILLI = 1e-3
+ENUMERATE_AFTER = 3
 TIE_BREAK = 1e-7
 """Weight of the tie-break against the first chain: below any gap that is ever asked for, above the solver's tolerance."""
 
@@ -111,11 +114,13 @@ class CandidateProgram:
         self.regions, self.tables, self.memory, self.durations, self.risk_budget = regions, tables, memory, durations, risk_budget
         self.cuts: list[Cut] = []
         self.no_goods: list[Choice] = []
+        self.points: Points | None = None
+        self._dropped = 0
 
     # --- the program ---
 
-    def build(self, *, extra_memory: float = 0.0, relax_memory: bool = False) -> pulp.LpProblem:
-        """The program with all chains and cuts so far. `extra_memory` [bytes] on top of what is usable; `relax_memory` minimises the bytes that are
+    def build(self, *, extra_memory: float = 0.0, relax_memory: bool = False, no_goods: bool = True) -> pulp.LpProblem:
+        """The program with all chains and cuts so far. `no_goods` leaves seen solutions out. `extra_memory` [bytes] on top of what is usable; `relax_memory` minimises the bytes that are
         missing instead of time."""
         problem = pulp.LpProblem("candidate", pulp.LpMinimize)
         self.add_variables(problem)
@@ -129,7 +134,8 @@ class CandidateProgram:
         self.add_table_load_constraint(problem)
         self.add_memory_constraint(problem, self.memory.usable + extra_memory, missing)
         self.add_risk_constraint(problem)
-        self.add_no_good_constraint(problem)
+        if no_goods:
+            self.add_no_good_constraint(problem)
         return problem
 
     def add_variables(self, problem: pulp.LpProblem) -> None:
@@ -257,13 +263,36 @@ class CandidateProgram:
     # --- solving ---
 
     def solve(self, *, time_limit: float | None, gap: float) -> Choice | None:
-        """The best choice under all chains and cuts so far; None when there is none (proven). Raises TimeoutError when the limit came first."""
+        """The best choice under all chains and cuts so far; None when there is none (proven). Raises TimeoutError when the limit came first.
+
+        From the `ENUMERATE_AFTER`-th solution of a program with few points on, all points are looked through instead.
+        """
+        if len(self.no_goods) >= ENUMERATE_AFTER and num_points(self) <= MAX_POINTS:
+            return self.next_point()
         solution = solve(self.build(), time_limit=time_limit, gap=gap)
         if solution.status == "infeasible":
             return None
         if not solution.has_values:
             raise TimeoutError("no solution within the time limit")
         return self.read(solution)
+
+    def next_point(self) -> Choice | None:
+        """The best point that is not among those seen."""
+        if self.points is None:
+            self.points = Points(self)
+        points = self.points
+        for seen in self.no_goods[self._dropped:]:
+            points.drop(np.array([seen.regions[r.name].get(c, 0) for r in self.regions for c in r.memory]
+                                 + [seen.tables[t.name].get(c, 0) for t in self.tables for c in t.weights], dtype=np.float64))
+        self._dropped = len(self.no_goods)
+        k = points.best()
+        if k is None:
+            return None
+        counts = iter(points.counts[k])
+        regions = {r.name: {c: round(next(counts)) for c in r.memory} for r in self.regions}
+        tables = {t.name: {c: round(next(counts)) for c in t.weights} for t in self.tables}
+        seconds = float(points.seconds[k])
+        return Choice(regions=regions, tables=tables, seconds=seconds, bound=seconds, gap=0.0, optimal=True)
 
     def read(self, solution: Solution) -> Choice:
         """Counts of a solution; the tie-break is taken off its time and bound."""
