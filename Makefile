@@ -12,7 +12,7 @@ OUT ?= out/quickstart
 install: $(VENV)/.runtime
 
 run: install
-	$(BIN)/planner data movielens
+	$(BIN)/planner data movielens --or-synthetic
 	$(BIN)/planner calibrate $(SCENARIO) --if-needed
 	$(BIN)/planner search $(SCENARIO) -o $(OUT)
 	$(BIN)/planner run $(OUT)
