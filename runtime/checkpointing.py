@@ -8,10 +8,12 @@
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels  # noqa: F401 - registers the operators named below
@@ -38,8 +40,32 @@ def apply_checkpointing(block: nn.Module, policy: Checkpoint) -> None:
         raise ValueError(f"checkpoint policy {policy!r} is not executable; the runtime has {', '.join(EXECUTABLE)}")
     if policy == "none":
         return
-    context_fn = {}
+    contexts = _no_contexts
     if policy == "selective":
-        context_fn["context_fn"] = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, _saved_operators()))
+        contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, _saved_operators()))
     # no block draws random numbers, so the generator's state need not be kept
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context_fn)
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False,
+                                      context_fn=functools.partial(_annotated, contexts))
+
+
+def _no_contexts():
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+def _annotated(contexts):
+    """(context of the forward, context of the recomputation), the second one named for traces."""
+    forward, again = contexts()
+    return forward, _Recompute(again)
+
+
+class _Recompute(contextlib.ExitStack):
+    """`recompute` around another context."""
+
+    def __init__(self, inner: contextlib.AbstractContextManager) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def __enter__(self) -> _Recompute:
+        self.enter_context(record_function("recompute"))
+        self.enter_context(self._inner)
+        return self

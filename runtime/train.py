@@ -1,6 +1,7 @@
 """Entry point under torchrun: executes a plan on the ranks that torchrun started.
 
     python -m torch.distributed.run --standalone --nproc-per-node N -m runtime.train PLAN --out DIR [--resume] [--steps K] [--no-eval]
+        [--trace-steps FIRST:END]
 
 With torchrun's `--max-restarts`, ranks that are started again continue from the newest checkpoint, so give `--checkpoint-every` too.
 DIR gets metrics.jsonl, result.json and checkpoint/. Rank 0 prints JSON progress lines on stdout. SIGINT or SIGTERM: the step in progress
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from costmodel.plan import Plan
 from costmodel.runresult import Quality, RunResult, Status
-from runtime import checkpoint, mesh
+from runtime import checkpoint, mesh, tracing
 from runtime.data import Source, open_source
 from runtime.metrics import Metrics
 from runtime.trainer import NonFiniteLoss, Trainer, wall_clock
@@ -58,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="stop after this optimizer step, counted from the beginning of training")
     parser.add_argument("--checkpoint-every", type=int, metavar="K", help="a checkpoint after every K steps, besides the one at the end")
     parser.add_argument("--no-eval", action="store_true", help="skip the evaluation on held-out events")
+    parser.add_argument("--trace-steps", type=tracing.parse_steps, metavar="FIRST:END", help="torch.profiler trace of these steps in OUT/traces")
     options = parser.parse_args(arguments)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
@@ -142,7 +144,10 @@ def pick_device(plan: Plan) -> torch.device:
 
 def _run(trainer: Trainer, options: argparse.Namespace) -> int:
     lap, wall, first, plan = wall_clock(), {}, trainer.step, trainer.plan
+    tracer = tracing.Tracer(trainer, options.out, first=options.trace_steps[0], end=options.trace_steps[1]) if options.trace_steps else None
     trainer.train(options.steps, checkpoint_every=options.checkpoint_every, root=options.out / "checkpoint")
+    if tracer is not None:
+        tracer.close()
     wall["train"] = lap()
     measured, warmup = trainer.measured()
     ne: dict[str, float] = {}
