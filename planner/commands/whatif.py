@@ -61,8 +61,9 @@ def _cells(row: Row, base: Row) -> list[str]:
     if row.step_time_s is None:
         return [row.name, "-", "-", "-", "-", "-", "-", "no feasible plan", row.reason.splitlines()[0], ""]
     assert row.examples_per_second is not None
-    shown = [d for d in row.different if ":" in d or d in ("sharding", "local_batch")]
-    words = [f"{d} {getattr(row, d)}" if ":" not in d else d for d in shown]
+    regions = sum(":" in d for d in row.different)
+    words = [f"{d} {getattr(row, d)}" for d in row.different if d in ("sharding", "local_batch")]
+    words += [f"options of {regions} region{'s' if regions > 1 else ''}"] if regions else []
     return [
         row.name,
         terminal.seconds(row.step_time_s),
