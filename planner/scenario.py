@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -211,6 +212,14 @@ def load_scenario(reference: Path | str, *, with_variants: bool = True) -> Resol
         except FileError as error:
             raise FileError([dataclasses.replace(f, message=f"{f.message} (in variant {name!r})") for f in error.faults]) from error
     return dataclasses.replace(base, variants=tuple(variants))
+
+
+def combined(reference: Path | str, names: Sequence[str]) -> ResolvedScenario:
+    """The scenario with several of its variants applied together; where two set one key, the later of `names` counts."""
+    document = load(catalogue.scenario_path(str(reference)))
+    known = dict(_variants(document))
+    sets = {key: (key, value, origin) for name in names for key, value, origin in known[name]}
+    return dataclasses.replace(_resolve(document, tuple(sets.values())), name=" + ".join(names) or _resolve(document, ()).name)
 
 
 def _variants(document: Document) -> list[tuple[str, tuple[tuple[str, Any, Path_], ...]]]:
@@ -436,4 +445,4 @@ def _layout_faults(scenario: ResolvedScenario, document: Document) -> list[Fault
     return faults
 
 
-__all__ = ["Change", "Exclusions", "Pins", "ResolvedScenario", "ScenarioFile", "SearchOptions", "dotted", "load_scenario"]
+__all__ = ["Change", "Exclusions", "Pins", "ResolvedScenario", "ScenarioFile", "SearchOptions", "combined", "dotted", "load_scenario"]
