@@ -414,7 +414,7 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
 @torch.library.custom_op("planner_kernels::jagged_reduce", mutates_args=(), device_types="cpu")
 def _jagged_reduce(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
     validate_offsets("offsets", offsets, total=values.shape[0])
-    out = segment_sum(values.reshape(values.shape[0], -1), offsets)
+    out = segment_sum(values.reshape(values.shape[0], values.shape[1:].numel()), offsets)
     if mean:
         out /= offsets.diff().clamp(min=1).unsqueeze(1)
     return out.to(values.dtype).view(offsets.numel() - 1, *values.shape[1:])

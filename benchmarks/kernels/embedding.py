@@ -1,0 +1,71 @@
+"""Embedding backward fused with rowwise-adagrad, sort included, and the pooled lookup, on Zipf ids.
+
+bytes = gradients + ids (8 B) + distinct rows x (2 x row + 8 B), over the copy rate.
+"""
+
+import torch
+
+from benchmarks.kernels._timing import copy_rate, seconds
+from benchmarks.results import Row
+from kernels import embedding
+
+TABLES, ROWS, DIM, BATCH, POOLING, EXPONENT = 8, 5_000_000, 128, 8192, 20, 1.05
+
+
+def zipf_ids(num_tables: int, num_rows: int, count: int, seed: int) -> torch.Tensor:
+    """Ids of all tables, offset by their table, `(num_tables * count,)`; popular rows are scattered over the table."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shares = torch.arange(1, num_rows + 1, dtype=torch.float64, device="cuda").pow_(-EXPONENT).cumsum(0)
+    shares /= shares[-1].clone()
+    draws = torch.rand(num_tables, count, dtype=torch.float64, device="cuda", generator=generator)
+    ranks = torch.searchsorted(shares, draws).clamp_(max=num_rows - 1)
+    table = torch.arange(num_tables, device="cuda").unsqueeze(1)
+    return ((ranks * 2654435761 + 12345 * table) % num_rows + table * num_rows).flatten()
+
+
+def _peer_seconds(weight: torch.Tensor, grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> float:
+    """EmbeddingBag's sparse gradient, coalesced, and rowwise-adagrad by indexing: what plain PyTorch offers."""
+    state = torch.zeros(weight.shape[0], device="cuda")
+
+    def step() -> None:
+        weight.grad = None
+        torch.nn.functional.embedding_bag(ids, weight, offsets, mode="sum", sparse=True, include_last_offset=True).backward(grad)
+        gradient = weight.grad.coalesce()
+        rows, values = gradient.indices()[0], gradient.values()
+        with torch.no_grad():
+            state[rows] += values.square().mean(1)
+            weight[rows] -= 1e-6 * values / (state[rows].sqrt() + 1e-8).unsqueeze(1)
+
+    return seconds(step, repeats=5, warmup=1)
+
+
+def run(*, quick: bool = False) -> list[Row]:
+    rate = copy_rate()
+    count = BATCH * POOLING
+    offsets = torch.arange(0, TABLES * count + 1, POOLING, device="cuda")
+    sets = [zipf_ids(TABLES, ROWS, count, seed) for seed in range(1 if quick else 3)]
+    weight = torch.randn(TABLES * ROWS, DIM, device="cuda")
+    grad = torch.randn(TABLES * BATCH, DIM, device="cuda")
+    state = embedding.new_optimizer_state(weight, "rowwise_adagrad")
+    distinct = sum(len(ids.unique()) for ids in sets) / len(sets)
+    size = grad.nbytes + sets[0].nbytes + distinct * (2 * DIM * 4 + 8)
+    turn = iter(range(10**9))
+
+    def update() -> None:  # another batch each time, so that table rows do not come from the cache
+        embedding.embedding_backward_update_(weight, state, grad, sets[next(turn) % len(sets)], offsets, lr=1e-6)
+
+    time = seconds(update)
+    note = f"measured here; {time * 1e6:.0f} us, {distinct:.0f} distinct rows, ideal {size / rate * 1e6:.0f} us at {rate / 1e12:.2f} TB/s"
+    lookup = seconds(lambda: embedding.embedding_pooled(weight, sets[0], offsets))
+    torch_lookup = seconds(lambda: torch.nn.functional.embedding_bag(sets[0], weight, offsets, mode="sum", include_last_offset=True))
+    read = TABLES * count * (DIM * 4 + 8) + grad.nbytes
+    leaf = weight.requires_grad_()
+    peers = {"torch EmbeddingBag sparse + indexing": 100 * size / rate / _peer_seconds(leaf, grad, sets[0], offsets),
+             "FBGEMM (published, other GPU)": 26.5, "Triton TBE (published, other GPU)": 28.2}  # fmt: skip
+    what = f"{TABLES} tables x {ROWS} x {DIM} fp32, batch {BATCH}, pooling {POOLING}, Zipf {EXPONENT}"
+    return [
+        Row(name=f"embedding backward + rowwise-adagrad, {what}", value=100 * size / rate / time, unit="% of copy rate",
+            target=35.0, aim=45.0, peers=peers, note=note),
+        Row(name=f"embedding pooled lookup, {what}", value=read / lookup / 1e12, unit="TB/s", peers={"torch EmbeddingBag": read / torch_lookup / 1e12},
+            note="measured here; counts every id's row, so repeated rows from the cache lift it above the copy rate"),
+    ]  # fmt: skip
