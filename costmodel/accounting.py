@@ -33,7 +33,7 @@ import numpy as np
 
 from costmodel.calibration import Calibration
 from costmodel.imbalance import slowest_rank
-from costmodel.lower import Factors, lower
+from costmodel.lower import Factors, Lowered, lower
 from costmodel.plan import Plan
 from costmodel.simulate import Timeline, simulate
 from costmodel.stepgraph import COMPUTE, H2D, HOST, StepGraph, Task
@@ -204,21 +204,41 @@ def _walk_back(spans: Spans, order: np.ndarray, gaps: np.ndarray, seconds: dict[
 
 # --- a simulated step ---
 
-def simulated(plan: Plan, calibration: Calibration | None) -> Accounting:
-    """The identity of a plan's step as `costmodel.estimate` predicts it: the average rank's timeline, then what it waits for others."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRanks:
+    """The steps of the average and of the slowest rank; equal objects where work is even. slow_node: the slowest device's time over the nominal."""
+
+    average: Lowered
+    timeline: Timeline
+    slowest: Lowered
+    slowest_timeline: Timeline
+    slow_node: float
+
+
+def simulate_ranks(plan: Plan, calibration: Calibration | None) -> SimulatedRanks:
+    """Lowers and simulates both ranks."""
     slowest = slowest_rank(plan)
     factors = {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest.sequences.items()}
     average = lower(plan, calibration)
     timeline = simulate(average.graph)
-    found = account(timeline_spans(average.graph, timeline, padding_shares(plan, average.graph, calibration)), 0.0, timeline.step_seconds,
-                    source="simulated")
-    uneven = simulate(lower(plan, calibration, factors=factors).graph).step_seconds
+    if all(f.tokens <= 1.0 and f.pairs <= 1.0 for f in factors.values()):
+        return SimulatedRanks(average=average, timeline=timeline, slowest=average, slowest_timeline=timeline, slow_node=slowest.slow_node)
+    uneven = lower(plan, calibration, factors=factors)
+    return SimulatedRanks(average=average, timeline=timeline, slowest=uneven, slowest_timeline=simulate(uneven.graph), slow_node=slowest.slow_node)
+
+
+def simulated(plan: Plan, calibration: Calibration | None, ranks: SimulatedRanks | None = None) -> Accounting:
+    """The identity of a plan's step as `costmodel.estimate` predicts it: the average rank's timeline, then what it waits for others."""
+    ranks = ranks or simulate_ranks(plan, calibration)
+    timeline, uneven = ranks.timeline, ranks.slowest_timeline.step_seconds
+    spans = timeline_spans(ranks.average.graph, timeline, padding_shares(plan, ranks.average.graph, calibration))
+    found = account(spans, 0.0, timeline.step_seconds, source="simulated")
     # a curve that is not monotone can make the slowest rank no slower: then everything shrinks alike, as in the estimate
     scale = min(1.0, uneven / timeline.step_seconds) if timeline.step_seconds > 0 else 1.0
     seconds = {name: value * scale for name, value in found.seconds.items()}
-    waits = {STRAGGLER: max(0.0, uneven - timeline.step_seconds), SYNCHRONISATION: uneven * (slowest.slow_node - 1.0)}
+    waits = {STRAGGLER: max(0.0, uneven - timeline.step_seconds), SYNCHRONISATION: uneven * (ranks.slow_node - 1.0)}
     seconds |= {name: value for name, value in waits.items() if value > 0}
-    return Accounting(step=uneven * slowest.slow_node, seconds=seconds, busy={k: v * scale for k, v in found.busy.items()}, source="simulated")
+    return Accounting(step=uneven * ranks.slow_node, seconds=seconds, busy={k: v * scale for k, v in found.busy.items()}, source="simulated")
 
 
 def padding_shares(plan: Plan, graph: StepGraph, calibration: Calibration | None) -> list[float]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from costmodel.accounting import UNATTRIBUTED, Accounting, simulated
+from costmodel.accounting import UNATTRIBUTED, Accounting, SimulatedRanks, simulate_ranks, simulated
 from costmodel.calibration import Calibration
 from costmodel.codec import encode
 from costmodel.estimate import Estimate, estimate
@@ -53,7 +53,7 @@ class Phases:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """`predicted` accounts for the simulated step, `measured` for the traced ones (the median rank; mean over steps), `phases` for a run
-    without a trace. steps: the traced steps, for pictures."""
+    without a trace. ranks, steps: the simulated and the traced steps, for pictures."""
 
     plan: Plan | None
     estimate: Estimate | None
@@ -63,6 +63,7 @@ class Diagnosis:
     phases: Phases | None
     slowest_rank: int | None
     tree: tuple[Rung, ...]
+    ranks: SimulatedRanks | None
     steps: tuple[tuple[tracesteps.RankStep, ...], ...]
     activations: dict[str, dict[str, float]]
     notes: tuple[str, ...]
@@ -147,7 +148,8 @@ def _of_traces(plan: Plan | None, result: RunResult | None, found: Sequence[trac
     steps, remarks = tracesteps.rank_steps(found, plan.cluster if plan is not None else None)
     notes += remarks
     made = estimate(plan, calibration) if plan is not None else None
-    predicted = simulated(plan, calibration) if plan is not None else None
+    ranks = simulate_ranks(plan, calibration) if plan is not None else None
+    predicted = simulated(plan, calibration, ranks) if plan is not None else None
     measured = average([tracesteps.median_rank(ranks).account() for ranks in steps])
     phases = _phases(result) if measured is None else None
     activations: dict[str, dict[str, float]] = {}
@@ -157,7 +159,8 @@ def _of_traces(plan: Plan | None, result: RunResult | None, found: Sequence[trac
                 activations[region] = values
     tree = _tree(plan, made, predicted, result, measured, steps) if plan is not None and made is not None and predicted is not None else ()
     return Diagnosis(plan=plan, estimate=made, result=result, predicted=predicted, measured=measured, phases=phases, slowest_rank=_slowest(steps),
-                     tree=tree, steps=tuple(tuple(s) for s in steps), activations=activations, notes=tuple(dict.fromkeys(notes)), directory=directory)
+                     tree=tree, ranks=ranks, steps=tuple(tuple(s) for s in steps), activations=activations, notes=tuple(dict.fromkeys(notes)),
+                     directory=directory)
 
 
 def average(accountings: Sequence[Accounting]) -> Accounting | None:
