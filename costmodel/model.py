@@ -14,7 +14,7 @@ import functools
 from typing import Literal
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-Optimizer = Literal["rowwise_adagrad", "sgd", "adam"]
+Optimizer = Literal["rowwise_adagrad", "adagrad", "sgd", "adam"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +51,18 @@ class TableGroup:
         return _names(self.name, self.count)
 
     @property
+    def weight_elements(self) -> int:
+        return self.rows * self.dim
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of one table's weights."""
         return self.rows * self.dim * DTYPE_BYTES[self.dtype]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one table's optimizer state: fp32; one value a row for rowwise Adagrad, two a weight for Adam, none for SGD."""
-        return {"rowwise_adagrad": self.rows * 4, "adam": self.rows * self.dim * 8, "sgd": 0}[self.optimizer]
+        """Bytes of one table's optimizer state: fp32; one value a row for rowwise Adagrad, one a weight for Adagrad, two for Adam."""
+        return {"rowwise_adagrad": self.rows * 4, "adagrad": self.weight_elements * 4, "adam": self.weight_elements * 8, "sgd": 0}[self.optimizer]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

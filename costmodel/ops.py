@@ -148,7 +148,8 @@ def _elementwise_bytes(f: Features, variant: str, e: float, phase: str) -> float
 
 
 def _update_bytes(f: Features, variant: str, e: float, _phase: str) -> float:
-    state = {"rowwise_adagrad": 8.0 * f["unique"], "adam": 16.0 * f["unique"] * f["dim"], "sgd": 0.0}[variant]
+    weights = f["unique"] * f["dim"]
+    state = {"rowwise_adagrad": 8.0 * f["unique"], "adagrad": 8.0 * weights, "adam": 16.0 * weights, "sgd": 0.0}[variant]
     return 8 * f["ids"] + 4 * f["ids"] * f["dim"] + 2 * e * f["unique"] * f["dim"] + state
 
 
@@ -176,7 +177,7 @@ KINDS: dict[str, OpKind] = {
                           bytes=lambda f, v, e, p: 8 * f["parameters"]),
     "embedding_lookup": OpKind(features=_EMBEDDING, phases=_BOTH, variants=("pooled", "sequence"), flops=_zero,
                                bytes=lambda f, v, e, p: 8 * f["ids"] + 2 * e * f["ids"] * f["dim"]),
-    "embedding_update": OpKind(features=_EMBEDDING, phases=(STEP,), variants=("rowwise_adagrad", "sgd", "adam"), flops=_zero,
+    "embedding_update": OpKind(features=_EMBEDDING, phases=(STEP,), variants=("rowwise_adagrad", "adagrad", "sgd", "adam"), flops=_zero,
                                bytes=_update_bytes),
     "adamw": OpKind(features=("parameters", "tensors"), phases=(STEP,), variants=("",), flops=_zero, bytes=lambda f, v, e, p: 28 * f["parameters"]),
     "input": OpKind(features=("samples", "events"), phases=(STEP,), variants=(), flops=_zero,

@@ -88,11 +88,11 @@ def state_bytes(table: TableGroup, rows: float, width: float) -> float:
     """Optimizer state of a shard [bytes]. Raises ValueError for an optimizer that the runtime does not have."""
     if table.optimizer == "rowwise_adagrad":
         return 4.0 * rows
-    if table.optimizer == "adam":
-        return 8.0 * rows * width
+    if table.optimizer in ("adagrad", "adam"):
+        return (4.0 if table.optimizer == "adagrad" else 8.0) * rows * width
     if table.optimizer == "sgd":
         return 0.0
-    raise ValueError(f"table {table.name}: unknown optimizer {table.optimizer!r}; known: rowwise_adagrad, sgd, adam")
+    raise ValueError(f"table {table.name}: unknown optimizer {table.optimizer!r}; known: rowwise_adagrad, adagrad, sgd, adam")
 
 
 def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:

@@ -165,6 +165,10 @@ def _apply(
         total = squares + tl.sum(tl.where((cols < dim)[None, :], grads * grads, 0.0), axis=1) / dim
         tl.store(state1_ptr + rows, total, mask=mask)
         new = old - (lr / (tl.sqrt(total) + eps))[:, None] * grads
+    elif OPTIMIZER == "adagrad":
+        total = tl.load(state1_ptr + place, mask=full, other=0.0) + grads * grads
+        tl.store(state1_ptr + place, total, mask=full)
+        new = old - lr * grads / (tl.sqrt(total) + eps)
     elif OPTIMIZER == "adam":
         momentum = tl.load(state1_ptr + place, mask=full, other=0.0)
         momentum += (1.0 - beta1) * (grads - momentum)
@@ -342,7 +346,7 @@ def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Te
 
 POOLED_ROWS = 8  # table rows in flight per program
 BLOCK = 512  # positions per program of steps 1 and 2
-TILE = {"sgd": 16, "rowwise_adagrad": 16, "adam": 8}  # sorted positions per program (P); adam's two states take registers
+TILE = {"sgd": 16, "rowwise_adagrad": 16, "adagrad": 8, "adam": 8}  # sorted positions per program (P); adam's two states take registers
 CROSSING_ITEMS = 8
 LONG_ITEMS = 64
 LONG_WARPS = 8

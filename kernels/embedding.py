@@ -12,6 +12,7 @@ and then the optimizer sees the row once:
 
     sgd              w -= lr * g
     rowwise_adagrad  s += mean(g^2);  w -= lr * g / (sqrt(s) + eps)                     s: one fp32 number a row
+    adagrad          s += g^2;        w -= lr * g / (sqrt(s) + eps)                     s: one fp32 number a weight
     adam             m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;
                      w -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)          only rows that occur are touched ("lazy")
 
@@ -34,7 +35,7 @@ from kernels._rounding import stochastic_round_bf16
 __all__ = ["embedding_backward_update_", "embedding_pooled", "embedding_sequence", "new_optimizer_state", "validate_ids"]
 
 Mode = Literal["sum", "mean"]
-Optimizer = Literal["sgd", "rowwise_adagrad", "adam"]
+Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
 OptimizerState = None | Tensor | tuple[Tensor, Tensor]
 
 
@@ -176,15 +177,18 @@ _embedding_sequence.register_autograd(_sequence_backward, setup_context=_sequenc
 
 
 def new_optimizer_state(weight: Tensor, optimizer: Optimizer) -> OptimizerState:
-    """Zero state for `embedding_backward_update_`: None (sgd), `(R,)` (rowwise_adagrad) or two `(R, D)` (adam); fp32 unless fp64."""
+    """Zero state for `embedding_backward_update_`: None (sgd), `(R,)` (rowwise_adagrad), `(R, D)` (adagrad) or two `(R, D)` (adam);
+    fp32 unless fp64."""
     dtype = accumulate_dtype(weight.dtype)
     if optimizer == "sgd":
         return None
     if optimizer == "rowwise_adagrad":
         return torch.zeros(weight.shape[0], dtype=dtype, device=weight.device)
+    if optimizer == "adagrad":
+        return torch.zeros_like(weight, dtype=dtype)
     if optimizer == "adam":
         return (torch.zeros_like(weight, dtype=dtype), torch.zeros_like(weight, dtype=dtype))
-    raise ValueError(f"optimizer: {optimizer!r} is not 'sgd', 'rowwise_adagrad' or 'adam'")
+    raise ValueError(f"optimizer: {optimizer!r} is not 'sgd', 'rowwise_adagrad', 'adagrad' or 'adam'")
 
 
 def _state_tensors(weight: Tensor, state: OptimizerState, optimizer: str) -> tuple[Tensor | None, Tensor | None]:
@@ -196,11 +200,13 @@ def _state_tensors(weight: Tensor, state: OptimizerState, optimizer: str) -> tup
         return None, None
     if optimizer == "rowwise_adagrad":
         tensors, shape = (state,), (weight.shape[0],)
+    elif optimizer == "adagrad":
+        tensors, shape = (state,), tuple(weight.shape)
     elif optimizer == "adam":
         tensors, shape = state, tuple(weight.shape)
     else:
-        raise ValueError(f"optimizer: {optimizer!r} is not 'sgd', 'rowwise_adagrad' or 'adam'")
-    expected = 1 if optimizer == "rowwise_adagrad" else 2
+        raise ValueError(f"optimizer: {optimizer!r} is not 'sgd', 'rowwise_adagrad', 'adagrad' or 'adam'")
+    expected = 2 if optimizer == "adam" else 1
     if not isinstance(tensors, tuple | list) or len(tensors) != expected or not all(isinstance(t, Tensor) for t in tensors):
         raise ValueError(f"state: {optimizer} needs {expected} tensor(s) of shape {shape}, got {type(state).__name__}")
     for t in tensors:
@@ -286,6 +292,11 @@ def _embedding_update(
         total = state1[rows] + grads.square().mean(1)
         state1[rows] = total
         new = old.addcdiv_(grads, (total.sqrt() + eps).unsqueeze(1), value=-lr)
+    elif optimizer == "adagrad":
+        assert state1 is not None
+        total = state1[rows].addcmul_(grads, grads)
+        state1[rows] = total
+        new = old.addcdiv_(grads, total.sqrt() + eps, value=-lr)
     elif optimizer == "adam":
         assert state1 is not None and state2 is not None
         momentum = state1[rows].lerp_(grads, 1.0 - beta1)

@@ -53,6 +53,9 @@ def update_reference(
         elif optimizer == "rowwise_adagrad":
             state[0][row] += g.square().mean()
             weight[row] -= lr * g / (state[0][row].sqrt() + eps)
+        elif optimizer == "adagrad":
+            state[0][row] += g.square()
+            weight[row] -= lr * g / (state[0][row].sqrt() + eps)
         else:
             state[0][row] = betas[0] * state[0][row] + (1 - betas[0]) * g
             state[1][row] = betas[1] * state[1][row] + (1 - betas[1]) * g * g

@@ -14,7 +14,7 @@ def test_widths_and_names(make_model):
 
 
 @pytest.mark.parametrize(("optimizer", "dtype", "weight", "state"), [
-    ("rowwise_adagrad", "fp32", 4e5, 4e3), ("adam", "bf16", 2e5, 8e5), ("sgd", "fp16", 2e5, 0)])
+    ("rowwise_adagrad", "fp32", 4e5, 4e3), ("adagrad", "fp32", 4e5, 4e5), ("adam", "bf16", 2e5, 8e5), ("sgd", "fp16", 2e5, 0)])
 def test_table_bytes(optimizer, dtype, weight, state):
     table = TableGroup(name="t", rows=1000, dim=100, optimizer=optimizer, dtype=dtype)
     assert (table.weight_bytes, table.state_bytes) == (weight, state)

@@ -20,7 +20,7 @@ def test_update_bytes_grow_with_optimizer_state():
     def update(variant):
         return op("embedding_update", variant=variant, ids=100, unique=50, dim=16, rows=1000, tables=1).bytes(STEP)
 
-    assert update("sgd") < update("rowwise_adagrad") < update("adam")
+    assert update("sgd") < update("rowwise_adagrad") < update("adagrad") < update("adam")
     assert update("rowwise_adagrad") - update("sgd") == 8 * 50
 
 

@@ -101,6 +101,7 @@ def agree_embedding(device, dtypes=(torch.float32, torch.float64, torch.bfloat16
             for optimizer, mean, bags in (
                 ("rowwise_adagrad", False, offsets),
                 ("rowwise_adagrad", True, offsets),
+                ("adagrad", False, offsets),
                 ("adam", False, offsets),
                 ("sgd", False, None),
             ):
