@@ -1,7 +1,7 @@
 """Linear lower bounds of a step, read off lowered graphs.
 
-The bound of a graph (`costmodel.simulate.bound`) is the length of one critical chain: task durations, host launches, and where collectives slow
-compute beside them, `share x seconds` of theirs. Any chain of one plan is a chain of every plan of the same candidate, as options change durations and
+A step is at least as long as its critical chain: task durations, host launches, and where collectives slow compute beside them, `share x seconds`
+of theirs. Any chain of one plan is a chain of every plan of the same candidate, as options change durations and
 not the order of a step (a policy that recomputes puts its recomputation right before the block's backward). So its length, written in the
 durations of whatever options a plan has, bounds that plan too:
 
@@ -35,52 +35,101 @@ SECONDS, LAUNCH, TAKEN = "seconds", "host", "taken"
 
 # --- the critical chain of a graph ---
 
+WINDOW = 16
+"""Milestones ahead to which a chain looks for a path of its own from each: about half a micro-batch, as nothing is prefetched further."""
+MAX_TASKS = 4000
+"""Tasks up to which milestones are ends of regions; in longer graphs (many micro-batches) they are ends of phases."""
+_NEVER = float("-inf")
+
+
 def critical_chain(graph: StepGraph) -> tuple[float, list[tuple[int, str]]]:
-    """(bound of the graph [s], its terms): each term is a task index and what of it the chain is charged; the terms add up to the bound."""
+    """(lower bound of the simulated step [s], its terms): each term is a task index and what of it the chain is charged; the terms add up to the bound.
+
+    Between milestones p before q, the ends of regions and phases, a step takes at least the longest path from p to q, and at least the compute in between plus what the
+    collectives that run after p and before q take of it. Never below `costmodel.simulate.bound`, which allows paths from the begin only.
+    """
     tasks = graph.tasks
     if not tasks:
         return 0.0, []
-    start, end, issue = _free_schedule(tasks)
-    last = max(range(len(tasks)), key=lambda i: end[i])
-    free = _walk_back(tasks, start, end, last)
-    contended = _contended_chain(tasks, start, end)
-    if contended is not None and contended[0] > end[last]:
-        return contended
-    return end[last], free
+    compute = [i for i, t in enumerate(tasks) if t.stream == COMPUTE]
+    milestones = [-1, *_stops(tasks, compute), len(compute)]
+    paths = {}
+    for at, p in enumerate(milestones[:-1]):
+        reach = milestones[min(at + WINDOW, len(milestones) - 1)]
+        until = len(tasks) if p < 0 or reach == len(compute) else compute[reach] + 1
+        paths[p] = _paths_from(tasks, compute[p] if p >= 0 else -1, until)
+    charge = _Contention(tasks, compute)
+    least: dict[int, tuple[float, int, bool]] = {-1: (0.0, -1, False)}
+    for at, q in enumerate(milestones[1:], start=1):
+        found = (_NEVER, -1, False)
+        for p in dict.fromkeys((-1, *milestones[max(0, at - WINDOW):at])):
+            ends = paths[p][1]
+            for value, worked in ((ends[compute[q]] if q < len(compute) else max(ends), False), (charge.between(p, q), True)):
+                if least[p][0] + value > found[0]:
+                    found = (least[p][0] + value, p, worked)
+        least[q] = found
+    terms: list[tuple[int, str]] = []
+    q = len(compute)
+    while q >= 0:
+        _, p, worked = least[q]
+        if worked:
+            terms += charge.terms(p, q)
+        else:
+            start, end = paths[p]
+            last = compute[q] if q < len(compute) else max(range(len(tasks)), key=lambda i: end[i])
+            terms += _walk_back(tasks, start, end, last, compute[p] if p >= 0 else -1)
+        q = p
+    return least[len(compute)][0], terms
 
 
-def _free_schedule(tasks: Sequence[Task]) -> tuple[list[float], list[float], list[float]]:
-    start, end, issue = ([0.0] * len(tasks) for _ in range(3))
-    free: dict[str, float] = defaultdict(float)
-    host = 0.0
-    for i, task in enumerate(tasks):
-        ready = max((end[d] for d in task.deps), default=0.0)
+def _stops(tasks: Sequence[Task], compute: list[int]) -> list[int]:
+    """Positions in `compute` of the last task of every region and phase in a row; in a long graph of every phase."""
+    parts = [(tasks[i].phase, tasks[i].region if len(tasks) <= MAX_TASKS else "") for i in compute]
+    return [p for p in range(len(compute)) if p + 1 == len(compute) or parts[p] != parts[p + 1]]
+
+
+def _paths_from(tasks: Sequence[Task], root: int, until: int) -> tuple[list[float], list[float]]:
+    """(start, end) of tasks before `until` on their longest paths from the end of task `root` (-1: the begin of the step), -inf where there is none."""
+    start, end = [_NEVER] * len(tasks), [_NEVER] * len(tasks)
+    free: dict[str, float] = {}
+    host = begin = 0.0 if root < 0 else _NEVER
+    if root >= 0:
+        start[root] = end[root] = free[tasks[root].stream] = 0.0
+    for i in range(root + 1, until):
+        task = tasks[i]
+        at = free.get(task.stream, begin)
         if task.stream == HOST:
-            start[i] = max(host, ready)
-            host = end[i] = start[i] + task.seconds
+            at = host
         else:
             host += task.host_seconds
-            start[i] = max(host, free[task.stream], ready)
-            free[task.stream] = end[i] = start[i] + task.seconds
-        issue[i] = host
-    return start, end, issue
+            at = max(at, host)
+        for d in task.deps:
+            if end[d] > at:
+                at = end[d]
+        start[i] = at
+        end[i] = at + task.seconds
+        if task.stream == HOST:
+            host = end[i]
+        else:
+            free[task.stream] = end[i]
+    return start, end
 
 
-def _walk_back(tasks: Sequence[Task], start: list[float], end: list[float], i: int) -> list[tuple[int, str]]:
-    """The terms of the longest path that ends with task i."""
+def _walk_back(tasks: Sequence[Task], start: list[float], end: list[float], i: int, root: int) -> list[tuple[int, str]]:
+    """The terms of the longest path from `root` that ends with task i."""
     previous: dict[str, int] = {}
     before = [-1] * len(tasks)
     for at, task in enumerate(tasks):
         before[at] = previous.get(task.stream, -1)
         previous[task.stream] = at
     terms: list[tuple[int, str]] = []
-    while i >= 0:
+    while i >= 0 and i != root:
         terms.append((i, SECONDS))
         task = tasks[i]
         reasons = [d for d in task.deps if end[d] == start[i]]
         if task.stream != HOST and before[i] >= 0 and end[before[i]] == start[i]:
             reasons.append(before[i])
-        if start[i] == 0.0:
+        if root < 0 and start[i] == 0.0:
             return terms
         if reasons:
             i = max(reasons)
@@ -95,40 +144,28 @@ def _walk_back(tasks: Sequence[Task], start: list[float], end: list[float], i: i
     return terms
 
 
-def _contended_chain(tasks: Sequence[Task], start: list[float], end: list[float]) -> tuple[float, list[tuple[int, str]]] | None:
-    """The same for chains over whole phases: compute of the phases plus what the collectives inside them take from it."""
-    lossy = [i for i, t in enumerate(tasks) if t.sm_fraction and t.seconds]
-    compute = [i for i, t in enumerate(tasks) if t.stream == COMPUTE]
-    if not lossy or not compute:
-        return None
-    cap = contention_cap(tasks)
-    released, needed = _windows(tasks, compute)
-    before = np.concatenate([[0.0], np.cumsum([tasks[i].seconds for i in compute])])
-    taken = np.array([min(tasks[k].sm_fraction, cap) * tasks[k].seconds for k in lossy])
-    opened, closed = np.array([released[k] for k in lossy]), np.array([needed[k] for k in lossy])
-    stops = [p for p in range(len(compute)) if p + 1 == len(compute) or tasks[compute[p]].phase != tasks[compute[p + 1]].phase]
-    # milestone -> (least time, the one before it or None for a free path)
-    least: dict[int, tuple[float, int | None]] = {-1: (0.0, None)}
-    for q in [*stops, len(compute)]:
-        found: tuple[float, int | None] = (end[compute[q]] if q < len(compute) else max(end), None)
-        for p, (at, _) in least.items():
-            inside = float(taken[(opened >= p) & (closed <= q)].sum())
-            value = at + float(before[min(q + 1, len(compute))] - before[p + 1]) + inside
-            if value > found[0]:
-                found = (value, p)
-        least[q] = found
-    terms: list[tuple[int, str]] = []
-    q = len(compute)
-    while q >= 0:
-        p = least[q][1]
-        if p is None:
-            last = compute[q] if q < len(compute) else max(range(len(tasks)), key=lambda i: end[i])
-            terms += _walk_back(tasks, start, end, last)
-            break
-        terms += [(i, SECONDS) for i in compute[p + 1:min(q + 1, len(compute))]]
-        terms += [(k, TAKEN) for k, o, c in zip(lossy, opened, closed) if o >= p and c <= q]
-        q = p
-    return least[len(compute)][0], terms
+class _Contention:
+    """Compute between phase ends and what collectives inside take of it."""
+
+    def __init__(self, tasks: Sequence[Task], compute: list[int]) -> None:
+        self.compute = compute
+        self.lossy = [i for i, t in enumerate(tasks) if t.sm_fraction and t.seconds]
+        cap = contention_cap(tasks)
+        released, needed = _windows(tasks, compute)
+        self.before = np.concatenate([[0.0], np.cumsum([tasks[i].seconds for i in compute])])
+        self.taken = np.array([min(tasks[k].sm_fraction, cap) * tasks[k].seconds for k in self.lossy])
+        self.opened = np.array([released[k] for k in self.lossy], dtype=np.int64)
+        self.closed = np.array([needed[k] for k in self.lossy], dtype=np.int64)
+
+    def inside(self, p: int, q: int) -> np.ndarray:
+        return (self.opened >= p) & (self.closed <= q)
+
+    def between(self, p: int, q: int) -> float:
+        return float(self.before[min(q + 1, len(self.compute))] - self.before[p + 1] + self.taken[self.inside(p, q)].sum())
+
+    def terms(self, p: int, q: int) -> list[tuple[int, str]]:
+        work = [(i, SECONDS) for i in self.compute[p + 1:min(q + 1, len(self.compute))]]
+        return work + [(self.lossy[k], TAKEN) for k in np.flatnonzero(self.inside(p, q))]
 
 
 def contention_cap(tasks: Sequence[Task]) -> float:

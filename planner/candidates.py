@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from costmodel.blocks import activation_dtype
-from costmodel.contention import RATE_FLOOR
 from costmodel.comms import layout_groups, network
+from costmodel.contention import RATE_FLOOR
 from costmodel.lower import batch_shape, pricer
 from costmodel.memory import INPUT_BATCHES, embedding_bytes, exchange_bytes, input_bytes, memory
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
@@ -79,13 +79,17 @@ class _Bounds:
         distinct, pair_of = np.unique(block_of * len(moves) + move_of, return_inverse=True)
         dense = dense_times(blocks[distinct // len(moves)], moves[distinct % len(moves)], len(self.units))[pair_of]
         accumulation = self.columns["accumulation"]
-        each, update, behind = sparse[sparse_of].T
-        repeats = (accumulation - 1) * dense[:, 0]
-        free = repeats + np.maximum(dense[:, 1] + update, dense[:, 2] - behind)
+        each, update, turn, exchanged, tier = sparse[sparse_of].T
+        repeats = (accumulation - 1) * (dense[:, 0] + turn + exchanged)
+        move = moves[move_of]
+        # the exchange of gradients queues behind reductions on the same link
+        queue = np.maximum(np.where(tier == move[:, -3], dense[:, 2], 0.0), np.where(tier == move[:, -2], dense[:, 3], 0.0))
+        turned = np.maximum(dense[:, 1] + turn, np.where(exchanged > 0, queue, 0.0))
+        free = repeats + np.maximum(turned + exchanged + update, dense[:, 4])
         # compute alone, with what collectives take of it and what the memory makes it compute again
         again = accumulation * self.recomputation(block_of)
-        worked = (accumulation - 1) * dense[:, 3] + dense[:, 4] + update + again
-        return self.slow * (accumulation * each + np.maximum(free, worked) + moves[move_of, -1])
+        worked = (accumulation - 1) * (dense[:, 5] + turn + exchanged) + dense[:, 6] + turn + exchanged + update + again
+        return self.slow * (accumulation * each + np.maximum(free, worked) + move[:, -1])
 
     def recomputation(self, block_of: np.ndarray) -> np.ndarray:
         """`(candidates,)`: least seconds of recomputation in a micro-batch that bring what forward keeps under the memory that is left.
@@ -125,8 +129,9 @@ class _Bounds:
         return np.concatenate([np.array(times)[:, self.units].ravel(), [loss]])
 
     def move_seconds(self, i: int, plan: Plan) -> np.ndarray:
-        """`(8 units + 2,)` by block: gather, unshard, pack, scatter, all-reduce, whether it is gathered again, and what the gather and the
-        reductions take from compute; then whether everything is one chain, and the optimizer."""
+        """`(8 units + 6,)` by block: gather, unshard, pack, scatter, all-reduce, whether it is gathered again, and what the gather and the
+        reductions take from compute; then whether everything is one chain, whether all-reduces share the scatters' link, whether anything is scattered, the
+        links (numbers) of the scatters and all-reduces, and the optimizer."""
         prices, net = pricer(plan, self.calibration), network(plan.cluster, self.calibration, plan.transport)
         groups, layout = layout_groups(plan.layout), plan.layout
         low = {r.name: min(dtype_bytes(activation_dtype(c.precision)) for c in self.choices[r.name]) for r in self.regions}
@@ -144,10 +149,17 @@ class _Bounds:
         elements = sum(r.count * r.block.sharded_elements(layout.fsdp) for r in self.regions)
         tensors = sum(r.count * r.block.num_tensors for r in self.regions)
         optimizer = prices.ops([op("adamw", parameters=elements, tensors=tensors)], STEP).seconds
-        return np.concatenate([np.array(table).T[:, self.units].ravel(), [float(not gpu), optimizer]])
+        links = [self.link(net.cost("all_gather", 1e6, groups["fsdp"]).tier), self.link(net.cost("all_reduce", 1e6, groups["ddp"]).tier)]
+        return np.concatenate([np.array(table).T[:, self.units].ravel(), [float(not gpu), links[0] == links[1], layout.fsdp > 1, *links, optimizer]])
+
+    def link(self, tier: str) -> float:
+        """A number for a tier's stream; -1 for none."""
+        names = [t.name for t in self.pricing.scenario.cluster.tiers]
+        return float(names.index(tier)) if tier else -1.0
 
     def sparse_seconds(self, i: int, plan: Plan) -> np.ndarray:
-        """`(3,)`: seconds of the sparse part of every micro-batch, of the last one's update and average, and of what follows backward in each."""
+        """`(5,)`: seconds before forward in every micro-batch, of the last one's update and average, of what follows backward in each up to the exchange
+        of gradients, of that exchange, and the link of it."""
         plan = dataclasses.replace(plan, batching="jagged")
         batch = batch_shape(plan)
         tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
@@ -166,18 +178,18 @@ class _Bounds:
         spread = [op("embedding_lookup", variant="sequence" if w.table.pooling == "sequence" else "pooled", ids=w.ids, unique=w.unique, dim=w.table.dim,
                      rows=w.unique if layout.sparse_group > 1 else w.storage_rows, tables=w.table.count, dtype=w.table.dtype) for w in work]
         if layout.sparse_group == 1:
-            forward, backward = time(spread, FORWARD), 0.0
+            forward, backward, gradients = time(spread, FORWARD), 0.0, 0.0
         else:
             served = [op("embedding_lookup", variant="sequence", ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows, tables=1,
                          dtype=w.table.dtype) for w in work]
             forward = (time([op("unique", ids=w.ids) for w in work], FORWARD) + exchange(8.0 * sum(w.unique for w in work)) + time(served, FORWARD)
                        + exchange(wire) + time(spread, FORWARD))
-            backward = time(spread, BACKWARD) + exchange(wire)
+            backward, gradients = time(spread, BACKWARD), exchange(wire)
         update = time([op("embedding_update", variant=w.table.optimizer, ids=plan.accumulation * (w.served_rows if layout.sparse_group > 1 else w.ids),
                           unique=w.distinct_served, dim=w.served_width if layout.sparse_group > 1 else w.table.dim, rows=w.storage_rows, tables=1,
                           dtype=w.table.dtype) for w in work], STEP)
         forward_gather, average = self.replica_seconds(plan, float(loads.weights[0]), float(loads.state[0]))
-        return np.array([forward + backward + forward_gather, update + average, backward])
+        return np.array([forward + forward_gather, update + average, backward, gradients, self.link(net.cost("all_to_all", 1e6, group).tier) - 0.5 * (not gradients)])
 
     def replica_seconds(self, plan: Plan, weights: float, state: float) -> tuple[float, float]:
         """(seconds of each micro-batch, of each step) that several replicas of a sparse group cost."""
@@ -259,37 +271,45 @@ def saving_curve(options: list[tuple[int, list[tuple[float, float]]]]) -> tuple[
 
 
 def dense_times(blocks: np.ndarray, moves: np.ndarray, units: int) -> np.ndarray:
-    """`(n, 5)` least seconds: forward and backward of a micro-batch that reduces nothing; the last one's compute; until its last reduction; and compute
-    with what collectives take of it, for a micro-batch that reduces nothing and for the last one.
+    """`(n, 7)` least seconds of the dense part: a micro-batch that reduces nothing; of the last one its compute, the ends of its gathers and
+    scatters, of its all-reduces, and of its last reduction; and compute with what collectives take of it, of a micro-batch that reduces nothing and of the last.
 
-    `blocks` `(n, 2 units + 1)` and `moves` `(n, 8 units + 2)` as `_Bounds` prices them. A gather runs beside the block before its own, a reduction
-    behind its block; which of them shares a link with which is left out. On a CPU everything is one chain.
+    `blocks` `(n, 2 units + 1)` and `moves` `(n, 8 units + 5)` as `_Bounds` prices them. A gather runs beside the block before its own, a
+    reduction behind its block, one at a time; gathers and scatters share a link, and all-reduces too where `moves` says so. On a CPU everything is one chain.
     """
     forward, backward, loss = blocks[:, :units], blocks[:, units:2 * units], blocks[:, -1]
     gather, unshard, pack, scatter, summed, again, gather_takes, reduce_takes = (moves[:, k * units:(k + 1) * units] for k in range(8))
     worked = (forward + backward + (1 + again) * unshard).sum(axis=1) + loss
-    if moves[0, -2] > 0:
+    chained, one_link, scatters = moves[:, 8 * units], moves[:, 8 * units + 1] > 0, moves[:, 8 * units + 2] > 0
+    if chained[0] > 0:
         plain = worked + ((1 + again) * gather).sum(axis=1)
         last = plain + (pack + scatter + summed).sum(axis=1)
-        return np.stack([plain, last, last, plain, last], axis=1)
+        return np.stack([plain, last, last, last, last, plain, last], axis=1)
     end = before = sent = np.zeros(len(blocks))
     for u in range(units):
         sent = np.maximum(before, sent) + gather[:, u]
         before, end = end, np.maximum(end, sent) + unshard[:, u] + forward[:, u]
-    results = []
-    for packing in (np.zeros_like(pack), pack):
-        sent = end + again[:, -1] * gather[:, -1]
-        now = end + loss
-        reduction = now
-        for u in range(units - 1, -1, -1):
-            start = now
-            now = np.maximum(now, np.where(again[:, u] > 0, sent, 0.0)) + again[:, u] * unshard[:, u] + backward[:, u]
-            if u:
-                sent = np.maximum(start, sent) + again[:, u - 1] * gather[:, u - 1]
-            now = now + packing[:, u]
-            reduction = np.maximum(reduction, now) + scatter[:, u]
-        results += [now, np.maximum(reduction, now + scatter[:, 0] + summed[:, 0])]
+    after = end
+    now, link, other, scattered, reduced = after + loss, after + again[:, -1] * gather[:, -1], np.zeros(len(blocks)), np.zeros(len(blocks)), np.zeros(len(blocks))
+    plain, plain_sent, gathered = now, link, link
+    for u in range(units - 1, -1, -1):
+        start, plain_start = now, plain
+        waited, plain_waited = np.where(again[:, u] > 0, gathered, 0.0), np.where(again[:, u] > 0, plain_sent, 0.0)
+        if u:
+            following = again[:, u - 1] * gather[:, u - 1]
+            link = np.where(following > 0, np.maximum(start, link) + following, link)
+            plain_sent = np.maximum(plain_start, plain_sent) + following
+            gathered = link
+        work = again[:, u] * unshard[:, u] + backward[:, u]
+        plain = np.maximum(plain, plain_waited) + work
+        now = np.maximum(np.maximum(now, waited) + work, scattered) + pack[:, u]
+        sent = np.maximum(np.maximum(now, reduced), link) + scatter[:, u]
+        link, scattered = np.where(scatters, sent, link), np.where(scatters, sent, 0.0)
+        ready = np.maximum(np.maximum(now, scattered), np.where(one_link, link, other)) + summed[:, u]
+        sums = summed[:, u] > 0
+        link, other = np.where(one_link & sums, ready, link), np.where(~one_link & sums, ready, other)
+        reduced = np.where(sums, ready, scattered)
     worked = worked + ((1 + again) * gather_takes).sum(axis=1)
     # the last blocks' reductions may outlast backward
     reducing = worked + pack.sum(axis=1) + reduce_takes[:, 2:].sum(axis=1)
-    return np.stack([results[0], results[2], results[3], worked, reducing], axis=1)
+    return np.stack([plain, now, link, other, np.maximum(now, reduced), worked, reducing], axis=1)

@@ -349,3 +349,19 @@ def undominated(choices: Sequence[RegionChoice], durations: Mapping[RegionChoice
             worse[other] = choice
         kept.append(choice)
     return tuple(kept), worse
+
+
+def undominated_tables(row: TableRow) -> TableRow:
+    """The table group without shardings that another one beats in bytes, load and effort: the program's bound stays what it is."""
+    fields = ("weights", "shard", "state", "shard_state", "served", "effort")
+
+    def figures(c: TableChoice) -> tuple[float, ...]:
+        # what an even load holds anyway does not count
+        return tuple(max(1.0, row.served[c]) if f == "served" else getattr(row, f)[c] for f in fields)
+
+    kept: list[TableChoice] = []
+    for choice in sorted(row.weights, key=lambda c: row.effort[c]):
+        if not any(all(a <= b for a, b in zip(figures(k), figures(choice))) for k in kept):
+            kept.append(choice)
+    kept = [c for c in row.weights if c in kept]
+    return dataclasses.replace(row, **{f: {c: getattr(row, f)[c] for c in kept} for f in fields})

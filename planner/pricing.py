@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -20,8 +21,9 @@ from costmodel.regions import regions
 from costmodel.simulate import bound, simulate
 from costmodel.sparse import expected_unique, ids_per_table, skew, state_bytes
 from planner.bounds import Cut, Durations, Key, block_durations, cut, mean_loads, rest_durations, single_blocks, uniform
-from planner.ilp import CandidateProgram, Choice, MemoryRow, RegionRow, TableRow, undominated
+from planner.ilp import CandidateProgram, Choice, MemoryRow, RegionRow, TableRow, undominated, undominated_tables
 from planner.placement import Group, Items, place
+from planner.points import MAX_POINTS
 from planner.scenario import ResolvedScenario
 from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, predict_only_reasons, table_choices
 
@@ -234,7 +236,7 @@ class Pricing:
                 served={c: elements * (r / table.rows) * (w / table.dim) / (group if c.sharding == "data_parallel" else 1.0) / max(mean_served, 1e-300)
                         for c, (r, w) in shards.items()},
                 effort={c: effort(c, table, group) for c in choices}))
-        return rows
+        return rows if math.prod(math.comb(r.count + len(r.weights) - 1, r.count) for r in rows) <= MAX_POINTS else [undominated_tables(r) for r in rows]
 
     def choices(self, tied: TiedTables, group: int) -> tuple[TableChoice, ...]:
         return _choices(self, tied.name, group)

@@ -93,7 +93,12 @@ class Search:
         first = first_bounds(self.pricing)
         self.first, self.fits = first.seconds, first.reserved <= scenario.cluster.usable_memory
         self.least_memory = first.reserved
-        self.order = np.flatnonzero(self.fits)[np.argsort(self.first[self.fits], kind="stable")]
+        # launches are in no first bound: of candidates that differ in execution only, the one with the fewest comes first and stands for all
+        columns = self.space.candidates.columns
+        fitting = np.flatnonzero(self.fits)
+        self.order = fitting[np.lexsort((fitting, -columns["execution"][fitting], self.first[fitting]))]
+        self.twins = _codes([values for name, values in columns.items() if name != "execution"])
+        self.opened: set[int] = set()
         self.next = 0
         self.heap: list[tuple[float, int]] = []
         self.open: dict[int, _Open] = {}
@@ -136,11 +141,26 @@ class Search:
     def step(self) -> None:
         """One candidate forward: solved for the first time, given a chain, or simulated."""
         if not self.heap or self.next_first() < self.heap[0][0]:
-            i = int(self.order[self.next])
-            self.next += 1
-            self.resolve(i, self.pricing.program(i), floor=float(self.first[i]), chains=0)
+            self.open_next()
+            if self.incumbent is None and self.heap:
+                # any plan at all: what is far above it need not be looked at, and a time limit finds one
+                self.advance(*heapq.heappop(self.heap), whatever=True)
             return
-        bound, i = heapq.heappop(self.heap)
+        self.advance(*heapq.heappop(self.heap))
+
+    def open_next(self) -> None:
+        """The program of the unsolved candidate with the lowest first bound; of candidates that differ in execution only, the first in `order`."""
+        i = int(self.order[self.next])
+        self.next += 1
+        twin = self.twins[i]
+        if twin in self.opened:
+            self.status[i] = "dominated"
+            return
+        self.opened.add(twin)
+        self.resolve(i, self.pricing.program(i), floor=float(self.first[i]), chains=0)
+
+    def advance(self, bound: float, i: int, *, whatever: bool = False) -> None:
+        """Prices the solution of an open candidate: a chain for its program where its bound is above, else a simulation (with `whatever` in any case)."""
         here = self.open.pop(i)
         try:
             plan = self.pricing.plan(i, here.choice)
@@ -148,21 +168,27 @@ class Search:
             self.leave(i, here, bound)
             return
         priced = self.pricing.price(plan, here.choice)
-        if priced.bound > here.choice.seconds * (1.0 + SAME) and here.chains < MAX_CHAINS:
+        if here.chains < MAX_CHAINS:
             chain = self.pricing.chain(priced, here.program)
             if chain.at(here.choice.regions) > here.choice.seconds * (1.0 + SAME):
                 here.program.cuts.append(chain)
+                if whatever:
+                    self.record(i, priced)
                 self.resolve(i, here.program, floor=bound, chains=here.chains + 1)
                 return
-        if priced.memory.fits:
-            self.simulations += 1
-            self.status[i] = "simulated"
-            if i not in self.best or priced.seconds < self.best[i].seconds:
-                self.best[i] = priced
-            if self.incumbent is None or (priced.seconds, i) < (self.incumbent.seconds * (1.0 - 1e-12), self.incumbent_at):
-                if self.incumbent is None or priced.seconds < self.incumbent.seconds:
-                    self.incumbent, self.incumbent_at = priced, i
+        self.record(i, priced)
         self.leave(i, here, bound)
+
+    def record(self, i: int, priced: Priced) -> None:
+        """A simulated plan of candidate i, if it fits."""
+        if not priced.memory.fits:
+            return
+        self.simulations += 1
+        self.status[i] = "simulated"
+        if i not in self.best or priced.seconds < self.best[i].seconds:
+            self.best[i] = priced
+        if self.incumbent is None or priced.seconds < self.incumbent.seconds:
+            self.incumbent, self.incumbent_at = priced, i
 
     def leave(self, i: int, here: _Open, floor: float) -> None:
         """Cuts the solution off and puts the candidate back."""
@@ -208,9 +234,7 @@ class Search:
                 heapq.heapify(self.heap)
                 self.price_runner_up(entry[1])
             elif self.next < len(self.order):
-                i = int(self.order[self.next])
-                self.next += 1
-                self.resolve(i, self.pricing.program(i), floor=float(self.first[i]), chains=0)
+                self.open_next()
             else:
                 return
             tried += 1
@@ -221,10 +245,7 @@ class Search:
             priced = self.pricing.price(self.pricing.plan(i, here.choice), here.choice)
         except PlacementError:
             return
-        if priced.memory.fits:
-            self.simulations += 1
-            self.status[i] = "simulated"
-            self.best[i] = priced
+        self.record(i, priced)
 
     # --- results ---
 
@@ -258,6 +279,15 @@ class Search:
                          "bound_s": float(self.bounds[i]) if np.isfinite(self.bounds[i]) else None, "least_memory_bytes": float(self.least_memory[i]),
                          "simulated_s": best.seconds if best else None, "reserved_bytes": best.memory.reserved.value if best else None})
         return tuple(rows)
+
+
+def _codes(columns: list[np.ndarray]) -> np.ndarray:
+    """One number per distinct row."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for values in columns:
+        _, place = np.unique(values, return_inverse=True)
+        _, code = np.unique(code * (int(place.max(initial=0)) + 1) + place, return_inverse=True)
+    return code
 
 
 def search(scenario: ResolvedScenario, *, calibration: Calibration | None = None, time_limit: float | None = None, gap: float | None = None,

@@ -402,6 +402,8 @@ def table_choices(
             reason = Excluded(what=f"sharding {sharding}", why="the sparse group is inside one host: the same as row_wise", kind="illegal")
         if reason is None and sharding == "host_cached" and not (scenario.cluster.host_memory_bytes and scenario.cluster.device.host_link_bandwidth):
             reason = Excluded(what=f"sharding {sharding}", why="the cluster states no host memory or host link", kind="illegal")
+        if reason is None and sharding == "host_cached" and group < scenario.cluster.num_ranks:
+            reason = Excluded(what=f"sharding {sharding} in several replicas", why="what averaging host memory costs is not modelled", kind="illegal")
         if reason:
             log.append(reason)
             continue
