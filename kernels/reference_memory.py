@@ -3,6 +3,7 @@
 Slow and clear on purpose; nothing here shares code with the kernels, the fp8 formats included (a table of all 256 codes).
 """
 
+import itertools
 import math
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 def spans(offsets: Tensor) -> list[tuple[int, int]]:
     """(begin, end) of every row."""
     edges = offsets.tolist()
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def padded_reference(values: Tensor, offsets: Tensor, max_len: int, padding: float) -> Tensor:

@@ -1,17 +1,15 @@
-"""Device time of a call, with the host out of the way."""
+"""Timing outside CUDA graphs: for peers that wait for the device, and for the copy rate."""
 
+import functools
 import statistics
 from collections.abc import Callable
 
 import torch
 
 
-def seconds(call: Callable[[], object], repeats: int = 20, warmup: int = 3) -> float:
-    """Median device time of `call` [s]. The device sleeps while the host queues the calls, so that launch gaps do not count."""
-    for _ in range(warmup):
-        call()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(60_000_000)  # about 30 ms
+def eager_seconds(call: Callable[[], object], repeats: int = 5) -> float:
+    """Median device time of `call` [s], host included where the host is what takes the time."""
+    call()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, end in events:
         start.record()
@@ -21,8 +19,9 @@ def seconds(call: Callable[[], object], repeats: int = 20, warmup: int = 3) -> f
     return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3
 
 
+@functools.cache
 def copy_rate() -> float:
-    """Bytes read plus written per second by a large device-to-device copy."""
+    """Bytes read plus written per second of a 2 GiB copy. Outside a graph: inside one it came to 2.8 TB/s, outside to 4.3, on the same H200."""
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda: target.copy_(source), repeats=10)
+    return 2 * source.nbytes / eager_seconds(lambda: target.copy_(source), repeats=10)

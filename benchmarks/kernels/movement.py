@@ -1,48 +1,57 @@
 """Jagged <-> padded, concatenation and per-row operations: share of the copy rate (bytes: what is read and written, once)."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 
-from benchmarks.kernels._timing import copy_rate, seconds
+from benchmarks.kernels._timing import copy_rate, eager_seconds
+from benchmarks.kernels.common import lognormal_lengths, offsets, seconds, uniform_lengths
 from benchmarks.results import Row
 from kernels import jagged
 
 PUBLISHED = {"Triton pack_segments, H100 (published)": 90.1}
 
 
-def _lengths(kind: str, rows: int, max_len: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    if kind == "uniform":
-        return torch.randint(1, max_len + 1, (rows,), generator=generator)
-    return torch.exp(torch.randn(rows, generator=generator) + 6.397).clamp(1, max_len).long()  # median 600
+ROWS, DIM = 1152, 512
 
 
-def run(*, quick: bool = False) -> list[Row]:
-    rate, out = copy_rate(), []
-    shapes = [("uniform 1-1024", "uniform", 1152, 1024, 512), ("lognormal(600, 1) <= 8192", "lognormal", 1152, 8192, 512)]
-    for label, kind, rows, max_len, dim in shapes[: 1 if quick else 2]:
-        offsets = jagged.lengths_to_offsets(_lengths(kind, rows, max_len).cuda())
-        total = int(offsets[-1])
-        values = torch.randn(total, dim, device="cuda", dtype=torch.bfloat16)
-        padded = jagged.jagged_to_padded(values, offsets, max_len=max_len)
-        dense = torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16)
-        nested = torch.nested.nested_tensor_from_jagged(values, offsets)
-        calls = {
-            "jagged -> padded": (lambda: jagged.jagged_to_padded(values, offsets, max_len=max_len), total + rows * max_len),
-            "padded -> jagged": (lambda: jagged.padded_to_jagged(padded, offsets, total=total), 2 * total),
-            "jagged concat": (lambda: jagged.jagged_concat([(values, offsets)] * 2), 4 * total),
-            "jagged x row vector": (lambda: jagged.jagged_elementwise(values, offsets, dense, op="mul"), 2 * total + rows),
-            "jagged mean": (lambda: jagged.jagged_mean(values, offsets), total + rows),
-        }
-        for name, (call, rows_moved) in calls.items():
-            share = 100 * rows_moved * dim * 2 / seconds(call) / rate
-            goal = name in ("jagged -> padded", "padded -> jagged")
-            peers = dict(PUBLISHED) if goal else {}
-            if name == "jagged -> padded":
-                time = seconds(lambda: nested.to_padded_tensor(0.0, (rows, max_len, dim)), repeats=5)
-                peers["torch nested"] = 100 * rows_moved * dim * 2 / time / rate
-            out.append(
-                Row(name=f"{name}, {rows} rows {label}, {dim} bf16", value=share, unit="% of copy rate",
-                    target=88.0 if goal else None, aim=93.0 if goal else None, peers=peers, note=f"measured here; copy {rate / 1e12:.2f} TB/s")
-            )  # fmt: skip
-        del nested, padded, values
-    return out
+def measure(done: set[str]) -> Iterator[Row]:
+    """Rows that are not in `done`."""
+    rate = copy_rate()
+    cases = [
+        ("uniform 1-1024", 1024, uniform_lengths(ROWS, 1024, 0.5)),
+        ("lognormal(600, 1) <= 8192", 8192, lognormal_lengths(ROWS, 600, 1.0, 8192)),
+    ]
+    for label, max_len, lengths in cases:
+        yield from _case(label, max_len, lengths, rate, done)
+
+
+def _case(label: str, max_len: int, lengths: torch.Tensor, rate: float, done: set[str]) -> Iterator[Row]:
+    bounds = offsets(lengths)
+    total = int(bounds[-1])
+    values = torch.randn(total, DIM, device="cuda", dtype=torch.bfloat16)
+    padded = jagged.jagged_to_padded(values, bounds, max_len=max_len)
+    dense = torch.randn(ROWS, DIM, device="cuda", dtype=torch.bfloat16)
+    calls = {
+        "jagged -> padded": (lambda: jagged.jagged_to_padded(values, bounds, max_len=max_len), total + ROWS * max_len),
+        "padded -> jagged": (lambda: jagged.padded_to_jagged(padded, bounds, total=total), 2 * total),
+        "jagged concat": (lambda: jagged.jagged_concat([(values, bounds)] * 2), 4 * total),
+        "jagged x row vector": (lambda: jagged.jagged_elementwise(values, bounds, dense, op="mul"), 2 * total + ROWS),
+        "jagged mean": (lambda: jagged.jagged_mean(values, bounds), total + ROWS),
+    }
+    for name, (call, rows_moved) in calls.items():
+        title = f"{name}, {ROWS} rows {label}, {DIM} bf16"
+        if title in done:
+            continue
+        ideal = rows_moved * DIM * 2 / rate
+        share = 100 * ideal / seconds(call)
+        goal = name in ("jagged -> padded", "padded -> jagged")
+        peers = dict(PUBLISHED) if goal else {}
+        if name == "jagged -> padded" and ROWS * max_len * DIM < 2**31:  # torch refuses more elements
+            nested = torch.nested.nested_tensor_from_jagged(values, bounds.long())
+            peers["torch nested"] = 100 * ideal / eager_seconds(partial(nested.to_padded_tensor, 0.0, (ROWS, max_len, DIM)))
+        yield Row(
+            name=title, value=share, unit="% of copy rate", target=88.0 if goal else None, aim=93.0 if goal else None,
+            peers=peers, note=f"measured here; copy {rate / 1e12:.2f} TB/s",
+        )  # fmt: skip
