@@ -1,0 +1,65 @@
+"""Run the families and write their rows as they come."""
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import benchmarks.kernels
+from benchmarks import results
+
+NAME = "kernels-h200"
+TITLE = "Kernels on one H200"
+INTRO = """TFLOPS count true query-key pairs: forward 4 H D sum(Lq Lk), backward 2.5 times that, causal half. Shares are of the copy rate,
+measured in the same run, with every input read once and every output written once. Times are medians of CUDA-graph replays, so host
+launch time is not in them. A peer's figure was measured in the same run where the note says so, else it is the one of the same
+shape on another lent H200 (torch 2.11, triton 3.6, 2026-11-29)."""
+
+
+def families() -> dict:
+    """Modules of this package that define `measure`, by name."""
+    names = [module.name for module in pkgutil.iter_modules(benchmarks.kernels.__path__) if not module.name.startswith("_")]
+    modules = {name: importlib.import_module(f"benchmarks.kernels.{name}") for name in names}
+    return {name: module for name, module in modules.items() if hasattr(module, "measure")}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and write; exit code 4 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="FAMILY", help=f"families to run: {', '.join(families())}")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the result file has already")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further row after so long")
+    options = parser.parse_args(arguments)
+    chosen = families()
+    unknown = set(options.only or []) - set(chosen)
+    if unknown:
+        parser.error(f"unknown family {', '.join(sorted(unknown))}; known: {', '.join(chosen)}")
+    if not torch.cuda.is_available():
+        print("benchmarks.kernels measures CUDA kernels and found no CUDA device", file=sys.stderr)
+        return 6
+    command = "python -m benchmarks.kernels" + "".join(f" {a}" for a in (arguments if arguments is not None else sys.argv[1:]))
+    path, started, missed = options.out / f"{NAME}.json", time.monotonic(), 0
+    existing = json.loads(path.read_text())["rows"] if path.exists() else []
+    done = {row["name"] for row in existing} if options.resume else set()
+    for family, module in chosen.items():
+        if options.only and family not in options.only:
+            continue
+        for row in module.measure(done):
+            missed += row.passed is False
+            # rows of other families stay in the file: each is stamped with the date and commit of its own measurement
+            results.write(NAME, [row], command=command, title=TITLE, intro=INTRO, resume=True, out=options.out)
+            print(f"{row.name}: {row.value:.4g} {row.unit} (target {row.target}, aim {row.aim})", file=sys.stderr, flush=True)
+            if time.monotonic() - started > options.seconds:
+                print("time is up; --resume goes on from here", file=sys.stderr)
+                return 6
+    return 4 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

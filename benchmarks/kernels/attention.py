@@ -1,0 +1,163 @@
+"""Jagged attention, GDPA, HSTU and BlockAttention at the shapes of GEM-like models."""
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import kernels
+from benchmarks.kernels import common
+from benchmarks.results import Row
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One row pair of the table. `targets` and `aims` are (forward, backward); `peers` maps a name to the same pair."""
+
+    name: str
+    q_lengths: Tensor
+    k_lengths: Tensor | None = None  # None: self-attention
+    kind: str = "softmax"
+    causal: bool = False
+    head_dim: int = 128
+    heads: int = 4
+    block: int | None = None
+    share: bool = False  # report the share of the copy rate instead of TFLOPS
+    targets: tuple = (None, None)
+    aims: tuple = (None, None)
+    peers: dict = dataclasses.field(default_factory=dict)
+    fa2_here: bool = False  # torch's FA2 varlen runs in the same process, on the same tensors
+    note: str = ""
+
+
+def shapes() -> list[Shape]:
+    """The shapes, most important first."""
+    uniform = common.uniform_lengths
+    gdpa_peer = {"triton gdpa (fast gelu)": (354, None)}
+    return [
+        Shape(
+            name="softmax self q<=1024 fill 0.5 B=1152", q_lengths=uniform(1152, 1024, 0.5), fa2_here=True,
+            targets=(360, 345), aims=(450, 400), peers={"fa4": (328, 344)},
+        ),
+        Shape(
+            name="softmax self q<=256 fill 0.5 B=1152", q_lengths=uniform(1152, 256, 0.5), fa2_here=True,
+            targets=(250, 160), aims=(320, 210), peers={"fa4": (97, 119)},
+        ),
+        Shape(
+            name="softmax self q<=2048 full B=576", q_lengths=uniform(576, 2048, 1.0), fa2_here=True,
+            targets=(480, 380), aims=(560, 510), peers={"fa4": (541, 503)},
+        ),
+        Shape(
+            name="softmax cross q<=2048 kv<=256 fill 0.5 B=1152", q_lengths=uniform(1152, 2048, 0.5),
+            k_lengths=uniform(1152, 256, 0.5, seed=1), fa2_here=True,
+            targets=(330, 220), aims=(390, 300), peers={"fa4": (117, 154)},
+        ),
+        Shape(
+            name="softmax PMA q<=32 kv<=2048 fill 0.5 B=1152", q_lengths=uniform(1152, 32, 0.5), share=True,
+            k_lengths=uniform(1152, 2048, 0.5, seed=1), targets=(0.95, 0.75), aims=(0.98, 0.85), fa2_here=True,
+            peers={"triton gdpa": (0.99, None)},
+        ),
+        Shape(
+            name="GDPA gelu_fast self q<=1024 fill 0.5 B=1152", q_lengths=uniform(1152, 1024, 0.5), kind="gelu_fast",
+            targets=(420, 330), aims=(480, 420), peers=gdpa_peer, note="no peer's backward runs",
+        ),
+        Shape(
+            name="GDPA gelu (exact tanh) self q<=1024 fill 0.5 B=1152", q_lengths=uniform(1152, 1024, 0.5), kind="gelu",
+            note="two special-function instructions an element instead of one",
+        ),
+        Shape(
+            name="HSTU silu causal q<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), kind="silu", causal=True,
+            targets=(380, 260), aims=(480, 380), peers={"triton hstu": (310, None)}, note="no peer's backward runs",
+        ),
+        Shape(
+            name="BlockAttention 64 L<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), block=64, share=True,
+            targets=(0.85, 0.75), aims=(0.92, 0.88),
+        ),
+        Shape(name="BlockAttention 32 L<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), block=32, share=True),
+        Shape(name="BlockAttention 128 L<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), block=128, share=True),
+        Shape(
+            name="softmax self D=64 q<=1024 fill 0.5 B=1152", q_lengths=uniform(1152, 1024, 0.5), head_dim=64, fa2_here=True
+        ),
+        Shape(
+            name="HSTU silu causal D=256 lengths 1-4096 B=128", q_lengths=uniform(128, 4096, 0.5), kind="silu", causal=True, head_dim=256,
+        ),
+        Shape(
+            name="softmax self lengths lognormal(600, 1) <= 8192 B=256", fa2_here=True,
+            q_lengths=common.lognormal_lengths(256, 600, 1.0, 8192),
+        ),
+        Shape(
+            name="HSTU silu causal lengths lognormal(600, 1) <= 8192 B=256", kind="silu", causal=True,
+            q_lengths=common.lognormal_lengths(256, 600, 1.0, 8192),
+        ),
+    ]  # fmt: skip
+
+
+def measure(done: set[str]) -> Iterator[Row]:
+    """Forward and backward row of every shape."""
+    for shape in shapes():
+        names = [f"{shape.name} {direction}" for direction in ("forward", "backward")]
+        if set(names) <= done:
+            continue
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield from _rows(shape, names)
+
+
+def _rows(shape: Shape, names: list[str]) -> Iterator[Row]:
+    q_lengths = shape.q_lengths
+    k_lengths = q_lengths if shape.k_lengths is None else shape.k_lengths
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(lengths):
+        size = (int(lengths.sum()), shape.heads, shape.head_dim)
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    q, k, v, grad = (draw(lengths).requires_grad_() for lengths in (q_lengths, k_lengths, k_lengths, q_lengths))
+    edges = common.offsets(q_lengths), common.offsets(k_lengths)
+    attend = _attention(shape, q, k, v, edges, int(q_lengths.max()), int(k_lengths.max()))
+    times = _both_directions(attend, (q, k, v), grad)
+    pairs = float((q_lengths.double() * k_lengths.double()).sum())
+    flops = 4 * shape.heads * shape.head_dim * pairs * (0.5 if shape.causal else 1.0)
+    statistic = shape.kind == "softmax" and shape.block is None  # the backward reads the output only for softmax's row constant
+    amounts = (2 * (2 * q.numel() + 2 * k.numel()), 2 * ((4 if statistic else 3) * q.numel() + 4 * k.numel())) if shape.share else (
+        flops, 2.5 * flops
+    )  # fmt: skip
+    scale = common.copy_rate() if shape.share else 1e12
+    peers = {name: list(pair) for name, pair in shape.peers.items()}
+    note = "measured here" + (f"; {shape.note}" if shape.note else "") + ("; other peers: same shape, another run" if peers else "")
+    if shape.fa2_here:
+        peers["fa2 varlen (this run)"] = _fa2(shape, q, k, v, grad, edges, q_lengths, k_lengths, amounts, scale)
+    for index, name in enumerate(names):
+        yield Row(
+            name=name, value=amounts[index] / times[index] / scale, unit="of copy rate" if shape.share else "TFLOPS",
+            target=shape.targets[index], aim=shape.aims[index], note=f"{note}; {times[index] * 1e3:.3f} ms",
+            peers={peer: pair[index] for peer, pair in peers.items() if pair[index] is not None},
+        )  # fmt: skip
+
+
+def _attention(shape: Shape, q, k, v, edges, max_q: int, max_k: int):
+    if shape.block is not None:
+        return lambda: kernels.block_attention(q, k, v, edges[0], max_len=max_q, block=shape.block)
+    common_arguments = {"max_q": max_q, "max_k": max_k, "causal": shape.causal}
+    if shape.kind == "softmax":
+        return lambda: kernels.jagged_attention(q, k, v, *edges, **common_arguments)
+    return lambda: kernels.gdpa(q, k, v, *edges, activation=shape.kind, divisor=1024.0, **common_arguments)
+
+
+def _both_directions(attend, inputs, grad) -> tuple[float, float]:
+    """Seconds of the forward and of the backward alone (autograd runs it over one saved forward)."""
+    with torch.no_grad():
+        forward = common.seconds(attend)
+    out = attend()
+    backward = common.seconds(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
+    return forward, backward
+
+
+def _fa2(shape: Shape, q, k, v, grad, edges, q_lengths, k_lengths, amounts, scale) -> list[float | None]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = int(q_lengths.max()), int(k_lengths.max())
+    times = _both_directions(lambda: varlen_attn(q, k, v, *edges, *longest), (q, k, v), grad)
+    return [amount / time / scale for amount, time in zip(amounts, times, strict=True)]

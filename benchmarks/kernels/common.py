@@ -1,0 +1,65 @@
+"""Timing and inputs shared by the kernel families."""
+
+import functools
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def seconds(function: Callable[[], object], *, window: float = 0.1, repeats: int = 40) -> float:
+    """Median seconds of one call, from replays of a CUDA graph of it over about `window` seconds.
+
+    A graph keeps host launch time out. The first call, outside the graph, compiles. Inputs should exceed the 60 MB L2 cache.
+    """
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = function()  # noqa: F841 (its memory must outlive the replays)
+    graph.replay()
+    torch.cuda.synchronize()
+    first = _timed(graph.replay)
+    count = max(3, min(repeats, int(window / max(first, 1e-6))))
+    return statistics.median(_timed_many(graph.replay, count))
+
+
+def _timed(function: Callable[[], object]) -> float:
+    return _timed_many(function, 1)[0]
+
+
+def _timed_many(function: Callable[[], object], count: int) -> list[float]:
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for start, end in events:
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+
+@functools.cache
+def copy_rate() -> float:
+    """Bytes read plus bytes written per second of a 4 GiB device-to-device copy."""
+    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source))
+
+
+def uniform_lengths(count: int, longest: int, fill: float, *, seed: int = 0) -> Tensor:
+    """`count` lengths on the host: all `longest` for fill 1, uniform in [1, longest] for fill 0.5."""
+    if fill == 1.0:
+        return torch.full((count,), longest)
+    return torch.randint(1, longest + 1, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def lognormal_lengths(count: int, median: float, sigma: float, longest: int, *, seed: int = 0) -> Tensor:
+    """Heavy-tailed lengths on the host, rounded, clipped to [1, longest]."""
+    normal = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    return (median * torch.exp(sigma * normal)).round().long().clamp(1, longest)
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """`(B + 1,)` int32 on the GPU."""
+    return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to("cuda", torch.int32)

@@ -1,0 +1,74 @@
+"""Triton attention kernels on the CPU through the interpreter, against the CPU path. Run as a process of its own; exit code 1 on error."""
+
+import sys
+
+import _interpreter  # noqa: F401 (must come before any kernel)
+import torch
+
+from kernels import _attention_cpu, _attention_triton, _block_triton
+from kernels._attention_cpu import AttentionOptions
+from kernels._attention_triton import Tiles
+from kernels.block_attention import _cpu_forward, block_edges
+
+# empty rows, empty keys, length 1, more queries than keys, several tiles; offsets begin above 0 and end below the rows
+Q_LENGTHS, K_LENGTHS = [3, 0, 1, 40, 20, 0, 33], [3, 4, 0, 9, 40, 0, 33]
+NO_BIAS = (None,) * 4
+
+
+def _inputs(*, kv_heads: int):
+    generator = torch.Generator().manual_seed(0)
+    q_offsets, k_offsets = (torch.tensor([0, *lengths]).cumsum(0) + 2 for lengths in (Q_LENGTHS, K_LENGTHS))
+    fused = torch.randn(int(q_offsets[-1]) + 3, 2, 48, generator=generator)
+    q, grad = fused[:, :, 16:32], fused[:, :, 32:]  # strided views
+    k, v = (torch.randn(int(k_offsets[-1]) + 2, kv_heads, 16, generator=generator) for _ in range(2))
+    return q, k, v, grad, (q_offsets, k_offsets)
+
+
+def _compare(name: str, values, truths) -> None:
+    for value, truth in zip(values, truths, strict=True):
+        if truth is None:
+            continue
+        error = float((value - truth).abs().nan_to_num(posinf=0.0).max()) / max(float(truth[truth.isfinite()].abs().max()), 1e-6)
+        assert error < 1e-4, f"{name}: off by {error}"
+
+
+def check_attention(kind: str, causal: bool, window: int, path: str, *, split: bool, bias=NO_BIAS) -> None:
+    q, k, v, grad, edges = _inputs(kv_heads=2 if path == "few" else 1)
+    options = AttentionOptions(kind=kind, causal=causal, window=window, scale=0.3, divisor=1.0 if kind == "softmax" else 7.0)
+    tiles = Tiles(m=32, n=32, warps=4, stages=1, split=split)
+    out, lse = _attention_triton.forward(q, k, v, edges, bias, options, max_q=40, max_k=40, tiles=tiles)
+    true_out, true_lse = _attention_cpu.forward(q, k, v, edges, bias, options)
+    rows = slice(2, int(edges[0][-1]))
+    _compare(f"{kind} forward", (out, lse[:, rows]), (true_out, true_lse[:, rows] if kind == "softmax" else None))
+    gradients = _attention_triton.backward(
+        grad, q, k, v, out, lse, edges, bias, options, max_q=40, max_k=40, tiles=tiles, path=path
+    )  # fmt: skip
+    _compare(f"{kind} backward", gradients, _attention_cpu.backward(grad, q, k, v, true_out, true_lse, edges, bias, options))
+
+
+def check_blocks() -> None:
+    q, k, v, grad, (edges, _) = _inputs(kv_heads=1)
+    k, v = (torch.randn(q.shape[0], 1, 16) for _ in range(2))
+    blocks = block_edges(edges, 32)
+    out, lse = _cpu_forward(q, k, v, blocks, True, 0.3)
+    options = AttentionOptions(kind="softmax", causal=True, window=0, scale=0.3, divisor=1.0)
+    _compare("block forward", (_block_triton.forward(q, k, v, edges, 32, True, 0.3),), (out,))
+    truth = _attention_cpu.backward(grad, q, k, v, out, lse, (blocks, blocks), NO_BIAS, options)[:3]
+    _compare("block backward", _block_triton.backward(grad, q, k, v, edges, 32, True, 0.3), truth)
+
+
+def main() -> int:
+    q, k, _, _, _ = _inputs(kv_heads=1)
+    times = (torch.randint(0, 60, (q.shape[0],)), torch.randint(0, 60, (k.shape[0],)))
+    bias = (torch.randn(9, 2), torch.randn(5, 2), *times)
+    check_attention("softmax", True, 0, "split", split=True)
+    check_attention("silu", False, 20, "split", split=False)
+    check_attention("gelu", True, 0, "few", split=True)
+    check_attention("relu", True, 15, "split", split=True, bias=bias)
+    check_attention("softmax", False, 0, "split", split=False, bias=bias)
+    check_blocks()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The attention kernels on a CUDA device: every path against float64, isolation, repeatability, large grids and tensors."""
+
+import pytest
+import torch
+
+import kernels
+from kernels.reference import block_attention_reference
+from tests.kernels._attention_cases import KINDS, Case, assert_matches, offsets, relative_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BF16 = 8e-3  # bfloat16 operands; float32 accumulation adds nothing visible
+Q_LENGTHS, K_LENGTHS = [3, 0, 200, 128, 1, 129, 0, 64, 511], [3, 4, 0, 130, 300, 12, 0, 64, 257]
+
+
+def _case(q_lengths=None, k_lengths=None, **options):
+    options = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "offsets_dtype": torch.int32, **options}
+    q_lengths = Q_LENGTHS if q_lengths is None else q_lengths
+    return Case.random(q_lengths, (K_LENGTHS if q_lengths is Q_LENGTHS else q_lengths) if k_lengths is None else k_lengths, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 100), (False, 100)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_kind_and_mask(kind, causal, window, head_dim):
+    assert_matches(_case(head_dim=head_dim), kind, BF16, causal=causal, window=window)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 256])
+@pytest.mark.parametrize("kind", ["softmax", "silu"])
+def test_other_head_dims(head_dim, kind):
+    assert_matches(_case(head_dim=head_dim), kind, BF16, causal=True)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "gelu"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads(kind, kv_heads):
+    assert_matches(_case(kv_heads=kv_heads), kind, BF16)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "silu"])
+def test_bias_tables(kind):
+    case = _case()
+    assert_matches(case, kind, 2e-2, causal=True, bias=case.bias(dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])
+def test_other_dtypes(dtype, tolerance):
+    assert_matches(_case(dtype=dtype), "softmax", tolerance, causal=True)
+
+
+@pytest.mark.parametrize(("q_max", "k_max"), [(32, 600), (600, 256), (600, 40), (64, 64)])
+def test_pooled_and_cross(q_max, k_max):
+    generator = torch.Generator().manual_seed(0)
+    q_lengths, k_lengths = (torch.randint(0, top + 1, (300,), generator=generator).tolist() for top in (q_max, k_max))
+    for kind in ("softmax", "gelu_fast"):
+        assert_matches(_case(q_lengths, k_lengths, head_dim=128), kind, BF16)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "silu"])
+def test_nan_of_a_neighbour_or_of_unowned_rows_stays_out(kind):
+    clean, dirty = _case(spare=3), _case(spare=3)
+    start, end = int(dirty.q_offsets[3]), int(dirty.q_offsets[4])
+    k_start, k_end = int(dirty.k_offsets[3]), int(dirty.k_offsets[4])
+    own = [torch.ones(x.shape[0], dtype=torch.bool, device="cuda") for x in (dirty.q, dirty.k)]
+    own[0][start:end] = False
+    own[1][k_start:k_end] = False
+    with torch.no_grad():
+        for x, a, b in ((dirty.q, start, end), (dirty.grad, start, end), (dirty.k, k_start, k_end), (dirty.v, k_start, k_end)):
+            x[a:b] = torch.nan
+            x[:3] = torch.nan
+            x[-3:] = torch.nan
+    expected, got = clean.run(kind), dirty.run(kind)
+    pairs = zip((expected, *clean.gradients(expected)), (got, *dirty.gradients(got)), (0, 0, 1, 1), strict=True)
+    for a, b, side in pairs:
+        assert torch.equal(a[own[side]], b[own[side]])
+        assert not b[:3].any() and not b[-3:].any()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "gelu_fast"])
+def test_repeat_runs_are_bitwise_equal(kind):
+    case = _case(head_dim=128)
+    first, second = case.run(kind), case.run(kind)
+    assert torch.equal(first, second)
+    for a, b in zip(case.gradients(first), case.gradients(second), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_strided_views_equal_packed_tensors():
+    fused = torch.randn(600, 4, 3 * 64, device="cuda", dtype=torch.bfloat16)
+    edges = offsets([100, 0, 300, 200], device="cuda", dtype=torch.int32)
+    views = [x.detach().requires_grad_() for x in fused.split(64, dim=-1)]
+    packed = [x.detach().contiguous().requires_grad_() for x in views]
+    grad = torch.randn(600, 4, 128, device="cuda", dtype=torch.bfloat16)[:, :, 64:]
+    for tensors in (views, packed):
+        out = kernels.jagged_attention(*tensors, edges, edges, max_q=300, max_k=300, causal=True)
+        gradients = torch.autograd.grad(out, tensors, grad)
+        if tensors is views:
+            kept = (out, *gradients)
+    for a, b in zip(kept, (out, *gradients), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_more_than_65535_sequence_heads():
+    case = _case([3] * 20_000, heads=4, head_dim=64)
+    assert_matches_sample(case)
+
+
+def assert_matches_sample(case: Case) -> None:
+    """Against dense attention over equal lengths, which is quick for many sequences."""
+    own = case.q[2:-2], case.k[2:-2], case.v[2:-2]
+    q, k, v = (x.double().view(-1, 3, *x.shape[1:]).transpose(1, 2) for x in own)
+    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(own[0].shape)
+    out = case.run()
+    assert relative_error(out[2:-2], truth) < BF16
+
+
+def test_more_than_2_31_elements():
+    """Past int32 the last sequences must still read their own rows."""
+    if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+        pytest.skip("needs 60 GiB of device memory")
+    count, length, heads, head_dim = 4200, 1024, 4, 128
+    assert count * length * heads * head_dim > 2**31
+    q = torch.randn(count * length, heads, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    edges = offsets([length] * count, device="cuda", dtype=torch.int32)
+    out = kernels.jagged_attention(q, q, q, edges, edges, max_q=length, max_k=length)
+    (gradient,) = torch.autograd.grad(out, q, q.detach())
+    rows = slice((count - 1) * length, count * length)
+    tail = q.detach()[rows].requires_grad_()
+    one = offsets([length], device="cuda", dtype=torch.int32)
+    expected = kernels.jagged_attention(tail, tail, tail, one, one, max_q=length, max_k=length)
+    (expected_gradient,) = torch.autograd.grad(expected, tail, tail.detach())
+    assert relative_error(out[rows], expected) < 1e-3
+    assert relative_error(gradient[rows], expected_gradient) < BF16
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_block_attention(block, causal):
+    case = _case([block, 0, 2 * block + 1, 1, block - 1], heads=4, kv_heads=2, head_dim=128)
+    out = kernels.block_attention(case.q, case.k, case.v, case.q_offsets, max_len=case.max_q, block=block, causal=causal)
+    double = (x.double() for x in (case.q, case.k, case.v))
+    truth = block_attention_reference(*double, case.q_offsets, block=block, causal=causal)
+    assert relative_error(out, truth) < BF16
+    for value, expected in zip(case.gradients(out), case.gradients(truth), strict=True):
+        assert relative_error(value, expected) < BF16
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [0, 5, 0]])
+def test_empty_batches_and_rows(lengths):
+    case = _case(lengths)
+    out = case.run()
+    assert torch.isfinite(out).all() and not out[:2].any()
+    for gradient in case.gradients(out):
+        assert torch.isfinite(gradient).all()
+
+
+def test_a_new_batch_compiles_nothing():
+    from kernels._attention_triton import kernel
+    from kernels._hopper_launch import hopper_backward_kernel, hopper_forward_kernel
+
+    watched = (hopper_forward_kernel, hopper_backward_kernel, kernel.attention_forward_kernel, kernel.keys_kernel)
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for function in watched for cache in function.device_caches.values())
+
+    generator = torch.Generator().manual_seed(0)
+    for step in range(6):
+        lengths = torch.randint(1, 1000, (50,), generator=generator).tolist()
+        case = _case([*lengths, 1000], head_dim=128)
+        out = case.run(causal=True)
+        case.gradients(out)
+        if step == 2:  # sizes that are multiples of 16 and such that are not have both been seen
+            before = compiled()
+    assert compiled() == before
