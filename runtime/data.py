@@ -217,8 +217,9 @@ class Loader:
         return samples[balance.arrange(self._batching, work, steps=steps, ranks=self._world_size, seed=self._seed + first)]
 
     def build(self, step: int) -> tuple[Batch, ...]:
-        """This rank's batches of a step."""
-        own = self.samples(step)[self._rank].reshape(self.accumulation, -1)
+        """This rank's batches of a step, its samples dealt to them in turn: policies order by work, and a first batch of all the longest
+        histories would need the memory that accumulation is to save."""
+        own = self.samples(step)[self._rank].reshape(-1, self.accumulation).T
         batches = tuple(self.source.build(samples) for samples in own)
         return tuple(b.pin() for b in batches) if self._pin else batches
 

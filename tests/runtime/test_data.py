@@ -302,8 +302,17 @@ def test_ranks_share_the_global_batches_of_one_rank(batching):
     ranks = [_labels(Loader(source, **common, world_size=3, rank=r, accumulation=2)) for r in range(3)]
     joined = [sorted(x for rank in ranks for x in rank[s]) for s in range(7)]
     assert joined == [sorted(step) for step in alone]
-    if batching == "jagged":
-        assert [[x for rank in ranks for x in rank[s]] for s in range(7)] == alone
+    if batching == "jagged":  # a rank's run of samples, dealt to its two micro-batches in turn
+        dealt = [[x for r in range(3) for i in range(2) for x in step[4 * r:4 * r + 4][i::2]] for step in alone]
+        assert [[x for rank in ranks for x in rank[s]] for s in range(7)] == dealt
+
+
+@pytest.mark.parametrize("batching", ["global", "local", "sorted_buckets"])
+def test_the_micro_batches_of_a_step_are_alike_where_samples_are_ordered_by_work(batching):
+    source = SyntheticSource(_model(), _workload(num_events=4000), seed=0)
+    loader = Loader(source, global_batch=128, world_size=2, rank=0, accumulation=2, batching=batching)
+    events = np.array([[int(b.sequence_offsets["history"][-1]) for b in loader.build(step)] for step in range(16)])
+    assert abs(events[:, 0].sum() / events[:, 1].sum() - 1) < 0.1
 
 
 def test_resume_at_a_sample():
