@@ -5,6 +5,9 @@
 
 Stages, each of which can run alone (`--stage`), for a GPU machine may lack what the planner needs: `predict` draws plans and writes each as plan.json
 with its prediction inside; `run` executes what has no result yet; `report` compares. `--resume` keeps the work folder and merges into the results.
+
+On a CPU other programs take cores from the ranks. A run during which they used more than `--quiet` of the cores is repeated, up to `--attempts` times
+in all, and the attempt that they disturbed least counts, whatever its error.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,6 +28,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.fidelity_space import SPACES, Space, calibration_plans, draw_group
+from benchmarks.load import LoadMeter, wait_until_quiet
 from costmodel import launch
 from costmodel.calibration import Calibration, fit
 from costmodel.calibration import load as load_calibration
@@ -37,18 +42,20 @@ from costmodel.samples import read_samples
 # Seconds of measured steps that a run aims at, and its bounds [steps].
 RUN_SECONDS, MIN_STEPS, MAX_STEPS, WARMUP_STEPS = 4.0, 12, 120, 3
 TARGETS = {"cpu": {"median": 15.0, "p90": 35.0}, "cuda": {"median": 5.0, "p90": 10.0, "worst": 20.0, "bias": 2.0}}
+RESULT, LOAD = "result.json", "load.json"
 MEMORY = ("parameters", "gradients", "optimizer", "tables", "table_state", "saved_activations")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """One plan with its prediction (encoded Estimate) and its measurement."""
+    """One plan with its prediction (encoded Estimate) and its measurement; others: share of the cores that other programs used meanwhile."""
 
     name: str
     group: int
     plan: Plan
     prediction: dict
     result: RunResult
+    others: float | None = None
 
     @property
     def measured(self) -> float:
@@ -131,37 +138,59 @@ def predict(space: Space, cluster: Cluster, calibration: Calibration, work: Path
     return paths
 
 
-def run(paths: list[Path], cluster: Cluster) -> None:
-    """Executes every plan that has no result yet."""
-    for number, path in enumerate(paths, start=1):
-        if (path.parent / "result.json").exists():
-            continue
-        plan = Plan.load(path)
-        predicted = plan.prediction["step_time"]["value"]
-        steps = WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / predicted)))
-        start = time.perf_counter()
-        torchrun(
-            "runtime.train",
-            [str(path), "--out", str(path.parent), "--steps", str(steps), "--no-eval"],
-            plan.layout.world_size,
-            cluster,
-            path.parent / "run.log",
-        )
-        result = RunResult.load(path.parent / "result.json")
-        measured = result.measured.step_time_s.median if result.measured else math.nan
-        print(
-            f"{number}/{len(paths)} {path.parent.name}: predicted {predicted * 1e3:.1f} ms, measured {measured * 1e3:.1f} ms "
-            f"({predicted / measured - 1:+.1%}), {time.perf_counter() - start:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+def run(paths: list[Path], cluster: Cluster, *, quiet: float = 1.0, attempts: int = 1, patience: float = 0.0) -> None:
+    """Executes every plan that has no result yet, and again those that others have disturbed; before each run up to `patience` seconds are waited
+    for them to finish."""
+    for attempt in range(attempts):
+        for number, path in enumerate(paths, start=1):
+            others = _others(path.parent)
+            if (path.parent / RESULT).exists() and (others is None or others <= quiet or attempt < _attempted(path.parent)):
+                continue
+            wait_until_quiet(quiet, patience)
+            print(f"{number}/{len(paths)} {_run_once(path, cluster)}", file=sys.stderr, flush=True)
+
+
+def _run_once(path: Path, cluster: Cluster) -> str:
+    """Executes a plan; its result replaces an earlier one that was disturbed more. Returns a line about it."""
+    plan, folder = Plan.load(path), path.parent
+    predicted = plan.prediction["step_time"]["value"]
+    steps = WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / predicted)))
+    meter, start = LoadMeter(), time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="attempt-", dir=folder) as attempt:
+        arguments = [str(path), "--out", attempt, "--steps", str(steps), "--no-eval"]
+        torchrun("runtime.train", arguments, plan.layout.world_size, cluster, folder / "run.log")
+        others, before = meter.others(), _others(folder)
+        result = RunResult.load(Path(attempt) / RESULT)
+        kept = before is None or others is None or others < before
+        if kept:
+            (Path(attempt) / RESULT).replace(folder / RESULT)
+    count = _attempted(folder) + 1
+    (folder / LOAD).write_text(json.dumps({"others": others if kept else before, "attempts": count}))
+    measured = result.measured.step_time_s.median if result.measured else math.nan
+    return (
+        f"{folder.name}: predicted {predicted * 1e3:.1f} ms, measured {measured * 1e3:.1f} ms ({predicted / measured - 1:+.1%}), "
+        f"{time.perf_counter() - start:.0f} s, others used {'?' if others is None else f'{others:.0%}'} of the cores"
+    )
+
+
+def _load(folder: Path) -> dict:
+    return json.loads((folder / LOAD).read_text()) if (folder / LOAD).exists() else {}
+
+
+def _others(folder: Path) -> float | None:
+    """Share of the cores that others used during the run that counts."""
+    return _load(folder).get("others")
+
+
+def _attempted(folder: Path) -> int:
+    return _load(folder).get("attempts", 0)
 
 
 def load_scored(paths: list[Path]) -> list[Scored]:
     """Plans with results, in order."""
     found = []
     for path in paths:
-        if (path.parent / "result.json").exists():
+        if (path.parent / RESULT).exists():
             plan = Plan.load(path)
             found.append(
                 Scored(
@@ -169,7 +198,8 @@ def load_scored(paths: list[Path]) -> list[Scored]:
                     group=int(path.parent.name.split("-")[1]),
                     plan=plan,
                     prediction=plan.prediction,
-                    result=RunResult.load(path.parent / "result.json"),
+                    result=RunResult.load(path.parent / RESULT),
+                    others=_others(path.parent),
                 )
             )
     return [s for s in found if s.result.measured is not None]
@@ -204,6 +234,17 @@ def rows(scored: list[Scored], device: str) -> list[results.Row]:
     )
     found.append(results.Row(name="90 % interval: coverage", value=100 * statistics.fmean(s.covered for s in scored), unit="%", note="measured here"))
     found += _ranking(scored) + _phase_rows(scored) + _memory_rows(scored)
+    loads = [100 * s.others for s in scored if s.others is not None]
+    if loads:
+        found.append(
+            results.Row(
+                name="cores used by other programs during a run, median",
+                value=statistics.median(loads),
+                unit="%",
+                better="lower",
+                note=f"measured here, worst {max(loads):.0f} %",
+            )
+        )
     return found + [_plan_row(s) for s in scored]
 
 
@@ -304,6 +345,8 @@ def _plan_row(scored: Scored) -> results.Row:
         f"predicted {scored.predicted * 1e3:.2f} ms ({scored.error:+.1%}), 90 % interval {scored.prediction['step_time']['low'] * 1e3:.2f}-"
         f"{scored.prediction['step_time']['high'] * 1e3:.2f}; p10-p90 {step.p10 * 1e3:.2f}-{step.p90 * 1e3:.2f} ms; {what}"
     )
+    if scored.others is not None:
+        note += f"; others used {scored.others:.0%} of the cores"
     return results.Row(name=f"plan {scored.name}", value=scored.measured * 1e3, unit="ms a step", better="lower", note=note)
 
 
@@ -317,6 +360,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--preset", choices=("quick", "full"), default="quick", help="of the calibration")
     parser.add_argument("--work", type=Path, help="folder for plans and runs (default: out/fidelity-DEVICE)")
     parser.add_argument("--resume", action="store_true", help="keep what the work folder holds, merge into the result file")
+    parser.add_argument("--quiet", type=float, default=0.08, help="share of the cores that others may use during a run")
+    parser.add_argument("--attempts", type=int, default=3, help="runs of a plan while others use more")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait before a run for others to finish")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args(arguments)
     work = options.work or Path("out") / f"fidelity-{options.device}"
@@ -332,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
         paths_file.write_text(json.dumps([str(p.relative_to(work)) for p in paths]))
     paths = [work / p for p in json.loads(paths_file.read_text())]
     if options.stage in ("all", "run"):
-        run(paths, Plan.load(paths[0]).cluster)
+        run(paths, Plan.load(paths[0]).cluster, quiet=options.quiet, attempts=options.attempts, patience=options.patience)
     if options.stage in ("all", "report"):
         scored = load_scored(paths)
         command = f"python -m benchmarks.fidelity --device {options.device} --seed {options.seed} -n {options.count}"
