@@ -54,7 +54,9 @@ def test_sequence_and_its_dense_gradient():
     torch.testing.assert_close(ours, theirs)
 
 
-@given(BAGS, st.sampled_from(["sgd", "rowwise_adagrad", "adagrad", "adam"]), st.sampled_from(["sum", "mean", "sequence"]), st.sampled_from([0.0, 0.1]))
+@given(
+    BAGS, st.sampled_from(["sgd", "rowwise_adagrad", "adagrad", "adam"]), st.sampled_from(["sum", "mean", "sequence"]), st.sampled_from([0.0, 0.1])
+)
 @SETTINGS
 def test_fused_update_is_autograd_then_optimizer(lengths, optimizer, mode, weight_decay):
     weight, ids, offsets = make(lengths, before=1, after=2)

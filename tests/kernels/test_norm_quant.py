@@ -59,11 +59,9 @@ def test_e8m0_codes_are_exact(rceil):
     assert _fp8.e8m0_code(torch.tensor([math.inf, math.nan]), rceil=rceil).tolist() == [255, 255]
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", [s for s in SCALINGS if s != "tensor_delayed"])  # that scale is the caller's
 @pytest.mark.parametrize("size", EDGES)
 def test_extreme_magnitudes_stay_finite_and_close(scaling, size):
-    if scaling == "tensor_delayed":
-        pytest.skip("its scale is the caller's")
     x = torch.full((33, 128), size)
     back = norm_quant.quantize(x, scaling=scaling).dequantize()
     assert back.isfinite().all()
