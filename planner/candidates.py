@@ -4,7 +4,7 @@ Parts that depend on few columns are priced once per distinct combination of tho
 
     blocks     (local batch, batching)                                  cheapest option of every block, forward and backward
     dense      (blocks) x (fsdp, ddp, reshard, transport)               recurrences over the blocks: gathers beside compute, reductions behind it
-    sparse     (sparse layout) x (local batch, accumulation)            ids, lookups and exchanges at even load, in series with the dense part
+    sparse     (sparse layout, local batch, accumulation or transport)  ids, lookups and exchanges at even load, in series with the dense part
 
     step  >=  accumulation x (sparse + forward + backward) + update and average + optimizer            (gathers waited for, or the last reduction)
     step  >=  the same without waits + what collectives take of compute + the least recomputation that makes forward's activations fit
@@ -57,6 +57,7 @@ class _Bounds:
         self.calibration = pricing.calibration
         self.slow = pricing.slowest(pricing.base(0))[1]
         self.curves: list[tuple[np.ndarray, np.ndarray]] = []
+        self.sent: dict[tuple[int, int], tuple[float, float, float, float]] = {}
 
     def per(self, names: Iterable[str], price: Callable[[int, Plan], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(`price` of one representative for each distinct combination of the columns `names`, stacked; which of them each candidate has)."""
@@ -74,14 +75,16 @@ class _Bounds:
         blocks, block_of = self.per(("local_batch", "batching"), self.block_seconds)
         self.block_of = block_of
         moves, move_of = self.per(("fsdp", "ddp", "reshard_after_forward", "transport"), self.move_seconds)
-        sparse, sparse_of = self.per(("sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "transport", "local_batch", "accumulation"),
-                                     self.sparse_seconds)
+        sparse, sparse_of = self.per(("sparse_group", "local_batch", "accumulation"), self.sparse_compute)
+        sent, sent_of = self.per(("sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "transport", "local_batch"), self.sparse_moves)
         distinct, pair_of = np.unique(block_of * len(moves) + move_of, return_inverse=True)
         dense = dense_times(blocks[distinct // len(moves)], moves[distinct % len(moves)], len(self.units))[pair_of]
         accumulation = self.columns["accumulation"]
-        each, update, turn, exchanged, tier = sparse[sparse_of].T
+        lookups, turn, update = sparse[sparse_of].T
+        exchanges, exchanged, tier, average = sent[sent_of].T
+        each, update = lookups + exchanges, update + average
         repeats = (accumulation - 1) * (dense[:, 0] + turn + exchanged)
-        move = moves[move_of]
+        move = moves[:, -3:][move_of]
         # the exchange of gradients queues behind reductions on the same link
         queue = np.maximum(np.where(tier == move[:, -3], dense[:, 2], 0.0), np.where(tier == move[:, -2], dense[:, 3], 0.0))
         turned = np.maximum(dense[:, 1] + turn, np.where(exchanged > 0, queue, 0.0))
@@ -152,44 +155,43 @@ class _Bounds:
         links = [self.link(net.cost("all_gather", 1e6, groups["fsdp"]).tier), self.link(net.cost("all_reduce", 1e6, groups["ddp"]).tier)]
         return np.concatenate([np.array(table).T[:, self.units].ravel(), [float(not gpu), links[0] == links[1], layout.fsdp > 1, *links, optimizer]])
 
-    def link(self, tier: str) -> float:
-        """A number for a tier's stream; -1 for none."""
+    def link(self, tier: str, missing: float = -1.0) -> float:
+        """A number for a tier's stream; `missing` for none."""
         names = [t.name for t in self.pricing.scenario.cluster.tiers]
-        return float(names.index(tier)) if tier else -1.0
+        return float(names.index(tier)) if tier else missing
 
-    def sparse_seconds(self, i: int, plan: Plan) -> np.ndarray:
-        """`(5,)`: seconds before forward in every micro-batch, of the last one's update and average, of what follows backward in each up to the exchange
-        of gradients, of that exchange, and the link of it."""
+    def sparse_compute(self, i: int, plan: Plan) -> np.ndarray:
+        """`(3,)`: seconds of sparse compute before forward in every micro-batch, behind its backward up to the exchange of gradients, and of the update."""
         plan = dataclasses.replace(plan, batching="jagged")
-        batch = batch_shape(plan)
+        batch, exchanged = batch_shape(plan), plan.layout.sparse_group > 1
         tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
         loads = mean_loads(plan, tokens)
-        work = group_work(plan, loads, 0, tokens)
-        prices, net = pricer(plan, self.calibration), network(plan.cluster, self.calibration, plan.transport)
-        layout, group = plan.layout, layout_groups(plan.layout)["sparse_group"]
+        work, prices = group_work(plan, loads, 0, tokens), pricer(plan, self.calibration)
         wire = (2.0 if all(t.dtype == "bf16" for t in plan.model.tables) else 4.0) * float(loads.served.mean())
-
-        def exchange(num_bytes: float) -> float:
-            return net.cost("all_to_all", num_bytes, group).seconds
+        self.sent[plan.layout.sparse_group, plan.local_batch] = (8.0 * sum(w.unique for w in work), wire, float(loads.weights[0]), float(loads.state[0]))
 
         def time(ops: list[Op], phase: str) -> float:
             return prices.ops(ops, phase).seconds
 
-        spread = [op("embedding_lookup", variant="sequence" if w.table.pooling == "sequence" else "pooled", ids=w.ids, unique=w.unique, dim=w.table.dim,
-                     rows=w.unique if layout.sparse_group > 1 else w.storage_rows, tables=w.table.count, dtype=w.table.dtype) for w in work]
-        if layout.sparse_group == 1:
-            forward, backward, gradients = time(spread, FORWARD), 0.0, 0.0
-        else:
-            served = [op("embedding_lookup", variant="sequence", ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows, tables=1,
-                         dtype=w.table.dtype) for w in work]
-            forward = (time([op("unique", ids=w.ids) for w in work], FORWARD) + exchange(8.0 * sum(w.unique for w in work)) + time(served, FORWARD)
-                       + exchange(wire) + time(spread, FORWARD))
-            backward, gradients = time(spread, BACKWARD), exchange(wire)
-        update = time([op("embedding_update", variant=w.table.optimizer, ids=plan.accumulation * (w.served_rows if layout.sparse_group > 1 else w.ids),
-                          unique=w.distinct_served, dim=w.served_width if layout.sparse_group > 1 else w.table.dim, rows=w.storage_rows, tables=1,
+        spread = [op("embedding_lookup", variant="sequence" if w.table.pooling == "sequence" else "pooled", ids=w.ids, unique=w.unique,
+                     dim=w.table.dim, rows=w.unique if exchanged else w.storage_rows, tables=w.table.count, dtype=w.table.dtype) for w in work]
+        forward = time(spread, FORWARD)
+        if exchanged:
+            served = [op("embedding_lookup", variant="sequence", ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
+                         tables=1, dtype=w.table.dtype) for w in work]
+            forward += time([op("unique", ids=w.ids) for w in work], FORWARD) + time(served, FORWARD)
+        update = time([op("embedding_update", variant=w.table.optimizer, ids=plan.accumulation * (w.served_rows if exchanged else w.ids),
+                          unique=w.distinct_served, dim=w.served_width if exchanged else w.table.dim, rows=w.storage_rows, tables=1,
                           dtype=w.table.dtype) for w in work], STEP)
-        forward_gather, average = self.replica_seconds(plan, float(loads.weights[0]), float(loads.state[0]))
-        return np.array([forward + forward_gather, update + average, backward, gradients, self.link(net.cost("all_to_all", 1e6, group).tier) - 0.5 * (not gradients)])
+        return np.array([forward, time(spread, BACKWARD) if exchanged else 0.0, update])
+
+    def sparse_moves(self, i: int, plan: Plan) -> np.ndarray:
+        """`(4,)`: seconds of exchanges before forward in every micro-batch, of the exchange of gradients with its link, and of the replicas' average."""
+        ids, wire, weights, state = self.sent[plan.layout.sparse_group, plan.local_batch]
+        net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
+        rows = net.cost("all_to_all", wire, group)
+        gather, average = self.replica_seconds(plan, weights, state)
+        return np.array([net.cost("all_to_all", ids, group).seconds + rows.seconds + gather, rows.seconds, self.link(rows.tier, missing=-2.0), average])
 
     def replica_seconds(self, plan: Plan, weights: float, state: float) -> tuple[float, float]:
         """(seconds of each micro-batch, of each step) that several replicas of a sparse group cost."""
