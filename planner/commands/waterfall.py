@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ def command(
     from_ledger: Annotated[bool, typer.Option("--from-ledger", help="Bars are the measured runs of the scenario.")] = False,
     pinned: Annotated[bool, typer.Option("--pinned", help="Simulate the pinned configuration under each change instead of searching.")] = False,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds of search per bar.")] = 2.0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write waterfall.json there, for `planner report`.", show_default=False)] = None,
     calibration: CalibrationOption = None,
     ledger: LedgerOption = None,
     json: JsonOption = False,
@@ -24,6 +26,8 @@ def command(
 
     Example: planner waterfall gem-8xh200 --time-limit 1
     """
+    from json import dumps
+
     from costmodel.codec import encode
     from planner import waterfall
     from planner.ledger import Ledger
@@ -35,6 +39,11 @@ def command(
     else:
         found = waterfall.waterfall(scenario, time_limit=time_limit, search=not pinned, calibration_file=calibration,
                                     progress=lambda name: console.say(f"planning: {name}"))
+    if out is not None:
+        from planner.files import write_text
+
+        write_text(out / "waterfall.json", dumps(encode(found), indent=1, allow_nan=False) + "\n")
+        console.say(f"wrote {out}/waterfall.json")
     if json:
         console.print_json(encode(found))
         return

@@ -64,8 +64,8 @@ def page(found: Diagnosis, figures: Sequence[svg.Figure], missing: Sequence[tupl
     parts = [_head(title), '<header><div><h1>', html.escape(title), "</h1>", _subtitle(found), "</div>", _BUTTON, "</header><main>", _tiles(found)]
     parts += ['<div class="grid">', *(_card(f) for f in figures), "</div>"]
     if found.tree:
-        parts.append(_table("Metric tree", ("level", "metric", "value", "evidence", "source, or what is missing"), [_rung(r) for r in found.tree],
-                            right=(2,)))
+        heads = ("level", "metric, and its source or what is missing", "value", "evidence")
+        parts.append(_table("Metric tree", heads, [_rung(r) for r in found.tree], right=(2,)))
     accounting = found.measured or found.predicted
     if accounting is not None:
         rows = [(name, percent(value / accounting.step)) for name, value in accounting.relief().items() if value > 0]
@@ -100,13 +100,14 @@ button{font:inherit;font-size:12.5px;color:var(--soft);background:none;border:1p
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin-bottom:14px}
 .tile,.card,.wide{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;min-width:0}
 .tile b{display:block;font-size:19px;font-weight:600;overflow-wrap:anywhere}.tile span{color:var(--soft);font-size:12.5px}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,520px),1fr));gap:14px;align-items:start}
+.grid{columns:2 500px;column-gap:14px}.grid .card{break-inside:avoid;margin:0 0 14px}
 .card header{padding:0;margin:0 0 6px}.card h2{margin:0}svg.figure{width:100%;height:auto;display:block}
 .card p{color:var(--soft);margin:6px 0 0;font-size:13px}
-.wide{margin-top:14px;overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13.5px}
+.wide{margin-bottom:14px;overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13.5px}
 th{color:var(--soft);font-weight:500;text-align:left}
 th,td{padding:4px 10px 4px 0;border-bottom:1px solid var(--line);vertical-align:top}.r{text-align:right}
-td.unknown{color:var(--soft);font-style:italic}ul{margin:0;padding-left:18px;font-size:13.5px}li{overflow-wrap:anywhere}
+td small{display:block;color:var(--soft);font-size:12px}td.unknown{color:var(--soft);font-style:italic}
+ul{margin:0;padding-left:18px;font-size:13.5px}li{overflow-wrap:anywhere}
 @media(max-width:520px){main,header{padding-left:10px;padding-right:10px}.tile,.card,.wide{padding:10px}td,th{padding-right:7px;font-size:12.5px}
 .save{display:none}}
 @media print{button{display:none}.card,.wide,.tile{break-inside:avoid}}
@@ -174,11 +175,17 @@ def _card(figure: svg.Figure) -> str:
 
 
 def _rung(rung: Rung) -> tuple[str, ...]:
-    return (rung.level, rung.name, value_of(rung), rung.evidence, rung.source or rung.missing)
+    return (rung.level, f"{rung.name}\n{rung.source or rung.missing}", value_of(rung), rung.evidence)
+
+
+def _cell(words: str) -> str:
+    """The first line, and the others small below it."""
+    first, _, rest = words.partition("\n")
+    return html.escape(first) + (f"<small>{html.escape(rest)}</small>" if rest else "")
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     head = "".join(f'<th{" class=r" if i in right else ""}>{html.escape(h)}</th>' for i, h in enumerate(heads))
-    body = "".join("<tr>" + "".join(f'<td class="{"r " if i in right else ""}{"unknown" if cell == "unknown" else ""}">{html.escape(cell)}</td>'
+    body = "".join("<tr>" + "".join(f'<td class="{"r " if i in right else ""}{"unknown" if cell == "unknown" else ""}">{_cell(cell)}</td>'
                                      for i, cell in enumerate(row)) + "</tr>" for row in rows)
     return f'<section class="wide"><h2>{html.escape(title)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></section>'

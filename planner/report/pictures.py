@@ -171,7 +171,7 @@ def _memory(m: Material, title: str) -> Figure:
     rows = [(name, [(n.replace("_", " "), v, f"var(--{fills[n]})") for n, v in parts if v > 0]) for name, parts in phases]
     body, height = stacked(rows, words=[show_gib(sum(v for _, v in parts)) for _, parts in phases], label=110)
     caption = (f"Peak {show_gib(memory.peak.value)} in {memory.peak_phase}; reserved with context and slack {show_gib(memory.reserved.value)} of "
-               f"{show_gib(memory.limit)}.")
+               f"{show_gib(memory.limit)}{'' if memory.fits else ': does not fit'}.")
     return Figure(name="memory", title=title, body=body, height=height, text=caption, caption=caption + _against(m))
 
 

@@ -15,12 +15,14 @@ WIDTH = 460
 _ROW, _BAR = 25, 15
 LIGHT = {"ink": "#1b1f24", "soft": "#5b6570", "line": "#d5dae0", "card": "#ffffff",
          "c0": "#2f6fb7", "c1": "#7db0e3", "c2": "#8a63c7", "c3": "#c2a3e8",
-         "c4": "#b98b1d", "c5": "#e0b75a", "c6": "#c4483c", "c7": "#e58a4e", "c8": "#2c8c74", "c9": "#8b949e", "bad": "#c4483c", "good": "#2c8c74"}
+         "c4": "#b98b1d", "c5": "#e0b75a", "c6": "#c4483c", "c7": "#e58a4e", "c8": "#2c8c74", "c9": "#8b949e", "c10": "#d1608f",
+         "bad": "#c4483c", "good": "#2c8c74"}
 DARK = {"ink": "#e6eaee", "soft": "#9aa5b1", "line": "#3a424c", "card": "#1c2127",
         "c0": "#5b9ae0", "c1": "#355f8f", "c2": "#a987e0", "c3": "#674a91",
-        "c4": "#d6a93a", "c5": "#846620", "c6": "#e8695d", "c7": "#b0622f", "c8": "#49b498", "c9": "#77818c", "bad": "#e8695d", "good": "#49b498"}
+        "c4": "#d6a93a", "c5": "#846620", "c6": "#e8695d", "c7": "#b0622f", "c8": "#49b498", "c9": "#77818c", "c10": "#f08fb3",
+        "bad": "#e8695d", "good": "#49b498"}
 COLOURS = {"compute": "c0", "memory_bound": "c1", "recompute": "c2", "quantize": "c3", "padding": "c4", "contention": "c5", "straggler_wait": "c7",
-           "synchronisation": "c7", "input": "c8", "host": "c9", "unattributed": "line"}
+           "synchronisation": "c10", "input": "c8", "host": "c9", "unattributed": "line"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +61,17 @@ def text(x: float, y: float, words: str, style: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}"{f""" class="{style}" """ if style else ""}>{html.escape(words)}</text>'
 
 
-def rect(x: float, y: float, width: float, height: float, fill: str, hint: str = "") -> str:
+def rect(x: float, y: float, width: float, height: float, fill: str, hint: str = "", *, edged: bool = False) -> str:
+    edge = ' stroke="var(--card)" stroke-width="0.7"' if edged else ""
     title = f"<title>{html.escape(hint)}</title>" if hint else ""
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" height="{height:.1f}" fill="{fill}">{title}</rect>'
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" height="{height:.1f}" fill="{fill}"{edge}>{title}</rect>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, style: str = "") -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{f""" class="{style}" """ if style else ""}/>'
 
 
-def bars(rows: Sequence[tuple[str, float, str, str]], *, label: float = 150, value: float = 92,
+def bars(rows: Sequence[tuple[str, float, str, str]], *, label: float = 150, value: float = 64,
          start: Sequence[float] | None = None) -> tuple[str, float]:
     """Horizontal bars: (label, length, words at the end, colour). `start`: where each begins (a waterfall). Returns (elements, height)."""
     starts = start or [0.0] * len(rows)
@@ -96,7 +99,7 @@ def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], *, wor
         y, x = 6 + i * 30, label
         made.append(text(label - 6, y + 14, clipped(name, label), "end"))
         for part, length, fill in parts:
-            made.append(rect(x, y, length / top * room, 19, fill, part))
+            made.append(rect(x, y, length / top * room, 19, fill, part, edged=True))
             x += length / top * room
         made.append(text(x + 5, y + 14, words[i], "soft"))
     legend: dict[str, str] = {}
