@@ -11,7 +11,7 @@ from costmodel.ops import KINDS, Op
 
 # Utilisation of an op that nobody measured [Assumed: large shapes on Hopper reach 60-75 % of dense peak in GEMM, 40-60 % in jagged attention, and
 # 70-90 % of bandwidth in streaming ops (facts: published H100 tables); the middle of the lower half]. The interval below spans what was seen.
-DEFAULT_COMPUTE_UTILISATION = {"linear": 0.60, "attention": 0.40}
+DEFAULT_COMPUTE_UTILISATION = {"linear": 0.60, "bmm": 0.40, "attention": 0.40}
 DEFAULT_MEMORY_UTILISATION = 0.65
 RANDOM_ROWS_UTILISATION = 0.45
 RANDOM_KINDS = ("embedding_lookup", "embedding_update")

@@ -4,6 +4,8 @@
     ids ----> tables (sequence) -> concat -> Linear -> layers -> summary --+--> concat -> interaction -> heads -> logits
     dense features -> bottom MLP -----------------------------------------+
 
+    concat -> interaction layers over tokens of `feature_dim` (Wukong, InterFormer; optional) -> MLP -> expert layers (optional) -> heads
+
 `dim` (D) is the width of every sequence stream and summary. A layer group is `count` identical blocks of one kind; a kind is one class in
 `costmodel/blocks/` and one module in `runtime/model/`, whose parameter counts and FLOPs are tested equal. docs/model.md has each block's formula.
 """
@@ -69,8 +71,9 @@ class TableGroup:
 class LayerGroup:
     """`count` identical blocks of one `kind` (a key of `costmodel.blocks.BLOCKS`), which take one precision and one checkpoint policy each.
 
-    Fields that a kind does not use must keep their defaults (checked by the kind's class): `heads`, `head_dim` for attention; `mlp_dim` for blocks with a
-    feed-forward part; `window`, `causal` for masks; `divisor`: what HSTU and GDPA divide scores by, fixed, never the batch's maximum.
+    Fields that a kind does not use must keep their defaults (checked by the kind's class): `heads`, `head_dim` for attention; `mlp_dim` for blocks
+    with a feed-forward part; `window`, `causal` for masks; `divisor`: what HSTU and GDPA divide scores by, fixed, never the batch's maximum;
+    `sequence`: the history that an `interformer` block reads; `options`: further sizes of a kind, by the names its class lists.
     """
 
     kind: str
@@ -85,6 +88,7 @@ class LayerGroup:
     block: int | None = None
     num_queries: int | None = None
     num_experts: int | None = None
+    sequence: str | None = None
     options: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,7 +114,8 @@ class Head:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The whole model. `interaction` are layer groups over the concatenated features (kind `mlp` for now, see `interaction_hidden`)."""
+    """The whole model. `interaction_layers`: kinds of `costmodel.blocks.INTERACTION_BLOCKS` over the concatenated features as tokens of
+    `feature_dim`, before the MLP of `interaction_hidden`; `expert_layers`: kinds of `EXPERT_BLOCKS` over that MLP's output."""
 
     name: str
     dim: int
@@ -120,6 +125,8 @@ class Model:
     bottom_hidden: tuple[int, ...] = ()
     interaction_hidden: tuple[int, ...] = (512, 256)
     interaction_layers: tuple[LayerGroup, ...] = ()
+    feature_dim: int = 0
+    expert_layers: tuple[LayerGroup, ...] = ()
     heads: tuple[Head, ...] = (Head(name="click"),)
     description: str = ""
 
@@ -141,6 +148,12 @@ class Model:
             twice = sorted({n for n in all_names if all_names.count(n) > 1}) if len(all_names) < 3000 else _duplicates(all_names)
             if twice:
                 raise ValueError(f"{what} names must be unique, twice: {', '.join(twice[:5])}")
+        if self.interaction_layers and (self.feature_dim < 1 or self.interaction_width % self.feature_dim):
+            raise ValueError(f"model {self.name}: interaction_layers need a feature_dim that divides the {self.interaction_width} "
+                             f"concatenated features, got {self.feature_dim}")
+        for group in self.interaction_layers:
+            if group.sequence is not None and group.sequence not in names:
+                raise ValueError(f"layer {group.kind}: sequence {group.sequence!r} is not defined (sequences: {', '.join(names) or 'none'})")
         if not self.heads:
             raise ValueError("model: at least one head is needed")
         if self.num_dense_features and not self.bottom_hidden:

@@ -5,7 +5,9 @@ FLOPs: 2 per multiply-add of matrix products; backward = 2 x forward (design con
 once, `e` = bytes of the dtype:
 
     linear            2mkn FLOPs;   e (mk + kn + mn)           backward 2 x both (dX and dW products)
+    bmm               2bmkn FLOPs;  e b (mk + kn + mn)         backward 2 x both      b products `(m, k) @ (k, n)`
     attention         4 pairs H d;  e 4 T H d                  backward 2 x FLOPs, e 8 T H d (q k v o do in, dq dk dv out)
+                      T: where queries and keys differ in number, the mean of both counts
     layer_norm        0;            e 2mn                      backward e 3mn
     activation        0;            e 2mn                      backward e 3mn
     elementwise       0;            add, mul e 3mn; cat e 2mn  backward add 0, mul e 5mn, cat e 2mn
@@ -114,6 +116,11 @@ def linear(m: float, k: float, n: float, dtype: str = "fp32", count: int = 1) ->
     return op("linear", m=m, k=k, n=n, dtype=dtype, count=count)
 
 
+def bmm(b: float, m: float, k: float, n: float, dtype: str = "fp32", count: int = 1) -> Op:
+    """`b` products `(m, k) @ (k, n)`."""
+    return op("bmm", b=b, m=m, k=k, n=n, dtype=dtype, count=count)
+
+
 def layer_norm(m: float, n: float, dtype: str = "fp32", count: int = 1) -> Op:
     return op("layer_norm", m=m, n=n, dtype=dtype, count=count)
 
@@ -160,6 +167,9 @@ KINDS: dict[str, OpKind] = {
     "linear": OpKind(features=("m", "k", "n"), phases=_BOTH, variants=(), matrix=True,
                      flops=lambda f, v, e, p: 2 * f["m"] * f["k"] * f["n"] * (1 + (p == BACKWARD)),
                      bytes=lambda f, v, e, p: e * (f["m"] * f["k"] + f["k"] * f["n"] + f["m"] * f["n"]) * (1 + (p == BACKWARD))),
+    "bmm": OpKind(features=("b", "m", "k", "n"), phases=_BOTH, variants=(), matrix=True,
+                  flops=lambda f, v, e, p: 2 * f["b"] * f["m"] * f["k"] * f["n"] * (1 + (p == BACKWARD)),
+                  bytes=lambda f, v, e, p: e * f["b"] * (f["m"] * f["k"] + f["k"] * f["n"] + f["m"] * f["n"]) * (1 + (p == BACKWARD))),
     "attention": OpKind(features=("tokens", "pairs", "longest", "heads", "head_dim"), phases=_BOTH, variants=(), matrix=True,
                         flops=lambda f, v, e, p: 4 * f["pairs"] * f["heads"] * f["head_dim"] * (1 + (p == BACKWARD)),
                         bytes=lambda f, v, e, p: e * f["tokens"] * f["heads"] * f["head_dim"] * (8 if p == BACKWARD else 4)),

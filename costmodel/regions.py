@@ -1,15 +1,16 @@
 """Regions: the parts of a model that take one precision and one checkpoint policy each, in forward order.
 
-Names: `<sequence>.input`, `<sequence>.<i>` for layer group i, `<sequence>.summary`, `bottom`, `interaction`, `heads`.
+Names: `<sequence>.input`, `<sequence>.<i>` for layer group i, `<sequence>.summary`, `bottom`, `interaction.<i>` for interaction layer i,
+`interaction` (its MLP), `experts.<i>` for expert layer i, `heads`. Interaction and expert layers are one region each, as their shapes differ.
 """
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
 
-from costmodel.blocks import Block, Heads, Mlp, SequenceInput, Summary, block_class
+from costmodel.blocks import EXPERT_BLOCKS, INTERACTION_BLOCKS, Block, Heads, Mlp, SequenceInput, Summary, block_class, known
 from costmodel.codec import suggest
-from costmodel.model import Model
+from costmodel.model import LayerGroup, Model
 from costmodel.plan import RegionOption, RegionPlan
 
 
@@ -57,11 +58,24 @@ def _build(model: Model) -> tuple[Region, ...]:
         found.append(Region(name=f"{name}.summary", count=1, sequence=name, block=Summary(name, model.dim)))
     if model.num_dense_features:
         found.append(Region(name="bottom", count=1, block=Mlp("bottom", model.num_dense_features, model.bottom_hidden, concat=False)))
-    if model.interaction_layers:
-        raise ValueError(f"interaction layer kind {model.interaction_layers[0].kind!r} is not known; the interaction is an MLP of interaction_hidden")
-    found.append(Region(name="interaction", count=1, block=Mlp("interaction", model.interaction_width, model.interaction_hidden, concat=True)))
+    width = model.interaction_width
+    for i, group in enumerate(repeated(model.interaction_layers)):
+        made = known(INTERACTION_BLOCKS, group, "interaction layer")(group, num_tokens=width // model.feature_dim, feature_dim=model.feature_dim,
+                                                                     dim=model.dim, first=not i)
+        found.append(Region(name=f"interaction.{i}", count=1, block=made, sequence=group.sequence or ""))
+        width = made.num_outputs * model.feature_dim
+    found.append(Region(name="interaction", count=1, block=Mlp("interaction", width, model.interaction_hidden, concat=not model.interaction_layers,
+                                                               counts_output=False)))
+    for i, group in enumerate(repeated(model.expert_layers)):
+        made = known(EXPERT_BLOCKS, group, "expert layer")(group, model.interaction_hidden[-1])
+        found.append(Region(name=f"experts.{i}", count=1, block=made))
     found.append(Region(name="heads", count=1, block=Heads(model.interaction_hidden[-1], model.heads)))
     return tuple(found)
+
+
+def repeated(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
+    """Every block of the groups by itself."""
+    return tuple(dataclasses.replace(group, count=1) for group in groups for _ in range(group.count))
 
 
 def num_dense_parameters(model: Model) -> int:

@@ -55,9 +55,9 @@ def save(root: Path, progress: Progress, *, model, optimizer, embeddings: Sharde
         temporary.mkdir(parents=True)
         (temporary / "progress.json").write_text(json.dumps(encode(progress)))
     _barrier()
-    state = {**_dense_state(model, optimizer), **_table_state(embeddings), f"rng/{rank}": torch.get_rng_state()}
-    with warnings.catch_warnings():
+    with embeddings.whole(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns about its own deprecations and about running in one process
+        state = {**_dense_state(model, optimizer), **_table_state(embeddings), f"rng/{rank}": torch.get_rng_state()}
         dcp.save(state, storage_writer=FileSystemWriter(temporary, single_file_per_rank=True))
     _barrier()
     if rank == 0:
@@ -80,14 +80,14 @@ def load(path: Path, *, model, optimizer, embeddings: ShardedEmbeddings, fingerp
     stored = set(FileSystemReader(path).read_metadata().state_dict_metadata)
     rank = dist.get_rank() if dist.is_initialized() else 0
     dense = _dense_state(model, optimizer)
-    pieces = _pieces(embeddings, stored)
     random_state = {f"rng/{rank}": torch.get_rng_state()} if f"rng/{rank}" in stored else {}
-    state = {**dense, **{key: piece for key, (piece, _) in pieces.items()}, **random_state}
-    with warnings.catch_warnings():
+    with embeddings.whole(write=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        pieces = _pieces(embeddings, stored)
+        state = {**dense, **{key: piece for key, (piece, _) in pieces.items()}, **random_state}
         dcp.load(state, storage_reader=FileSystemReader(path))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    _restore_tables(embeddings, {key: (state[key], extent) for key, (_, extent) in pieces.items()}, progress.step)
+        _restore_tables(embeddings, {key: (state[key], extent) for key, (_, extent) in pieces.items()}, progress.step)
     if random_state:
         torch.set_rng_state(state[f"rng/{rank}"])
     return progress

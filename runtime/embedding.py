@@ -15,6 +15,7 @@ update. More ranks, per micro-batch and in this order (s = a phase's work, each 
 Gradients are those of the mean loss over the sparse group's samples. With several replicas of the group (plain 2D) every replica updates its
 own copy from its own samples; every `sync_every` steps weights and optimizer state are averaged over the replicas, which for SGD at
 `sync_every = 1` is the update with the global mean gradient. Adagrad then averages an accumulator of per-group squares; nothing is rescaled.
+With fully sharded 2D a replica keeps its part of the copy only and gathers it around lookup and update (`runtime.replicas`).
 
 Column-wise shards keep a row-wise Adagrad state each, over their own columns, as torchrec does; table-wise and row-wise equal an unsharded table.
 
@@ -22,7 +23,9 @@ Shape legend: N ids, U unique keys, C tables of a group, B samples, T events.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -76,6 +79,11 @@ class ShardedEmbeddings:
         self.group_size = meshes.layout.sparse_group
         self.layout = place(tables, placements, self.group_size)
         self.storages = build_storages(self.layout, tables, meshes.sparse_rank, device=meshes.device, seed=seed)
+        if meshes.sparse_replicas is not None and meshes.layout.fully_sharded_2d:
+            if sync_every != 1:
+                raise ValueError(f"fully_sharded_2d averages at every step; sync_every {sync_every} is not executable with it")
+            for stored in self.storages:
+                stored.shard_over(meshes.sparse_replicas, index=meshes.replica, size=meshes.layout.sparse_replicas)
         self.payload = torch.bfloat16 if tables and all(t.dtype == "bf16" for t in tables) else torch.float32
         self.num_steps = 0
         self._pending: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {s.spec.index: [] for s in self.storages}
@@ -89,10 +97,15 @@ class ShardedEmbeddings:
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Table group name -> `(C, B, dim)` for pooled groups, `(C, T, dim)` for sequence groups; leaves that require gradients."""
+        weights = [s.weight_shard for s in self.storages if s.weight_shard is not None]
+        for shard in weights:
+            shard.gather(self.timer)
         if self.group_size == 1:
             self._lookups = [self._local_lookup(t, batch) for t in self.tables]
         else:
             self._lookups = self._exchanged_lookup(batch)
+        for shard in weights:
+            shard.release()
         return {lookup.table.name: lookup.leaf for lookup in self._lookups}
 
     def _local_lookup(self, table: TableGroup, batch: Batch) -> Lookup:
@@ -186,15 +199,32 @@ class ShardedEmbeddings:
 
     def _update(self) -> None:
         for stored in self.storages:
+            for shard in stored.replica_shards:
+                shard.gather(self.timer)
             pending = self._pending[stored.spec.index]
             self._pending[stored.spec.index] = []
             if pending:
                 grad, rows, offsets = _join(pending)
                 mode = "mean" if offsets is not None and stored.table.pooling == "mean" else "sum"
                 stored.update(grad, rows, offsets, lr=self.learning_rate, mode=mode)
+            for shard in stored.replica_shards:
+                shard.average(self.timer)
+                shard.release()
         self.num_steps += 1
-        if self.meshes.sparse_replicas is not None and self.num_steps % self.sync_every == 0:
+        if self.meshes.sparse_replicas is not None and not self.meshes.layout.fully_sharded_2d and self.num_steps % self.sync_every == 0:
             self.average_replicas()
+
+    @contextlib.contextmanager
+    def whole(self, *, write: bool = False) -> Iterator[None]:
+        """Weights and states whole inside; with `write`, what is written there (the same on every replica) stays. Collective over the replicas."""
+        shards = [shard for stored in self.storages for shard in stored.replica_shards]
+        for shard in shards:
+            shard.gather(None)
+        yield
+        for shard in shards:
+            if write:
+                shard.keep()
+            shard.release()
 
     def average_replicas(self) -> None:
         """Weights and optimizer state become the mean over the replicas of this rank's shards."""

@@ -9,10 +9,12 @@ import dataclasses
 import hashlib
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from costmodel.model import TableGroup
 from kernels.embedding import OptimizerState, embedding_backward_update_, new_optimizer_state
+from runtime.replicas import ReplicaShard
 from runtime.shards import PlacedShard, ShardLayout, Storage
 
 CHUNK_ROWS = 16384
@@ -22,7 +24,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class StoredTable:
-    """A storage with its data. `steps` counts updates (Adam's bias correction, the seed of stochastic rounding)."""
+    """A storage with its data. `steps` counts updates (Adam's bias correction, the seed of stochastic rounding).
+
+    Fully sharded over replicas (`shard_over`), `weight` and `state` have bytes between `gather` and `release` only.
+    """
 
     spec: Storage
     table: TableGroup
@@ -31,6 +36,22 @@ class StoredTable:
     state: OptimizerState
     seed: int
     steps: int = 0
+    weight_shard: ReplicaShard | None = None
+    state_shards: tuple[ReplicaShard, ...] = ()
+
+    def shard_over(self, group: dist.ProcessGroup, *, index: int, size: int) -> None:
+        """From now on keep 1 / size of weight and state (`runtime.replicas`)."""
+        options = {"group": group, "index": index, "size": size}
+        self.weight_shard = ReplicaShard(self.weight, **options)
+        self.state_shards = tuple(ReplicaShard(t, **options) for t in self.state_tensors())
+        self.weight = self.weight_shard.whole
+        if self.state is not None:
+            whole = tuple(s.whole for s in self.state_shards)
+            self.state = whole if isinstance(self.state, tuple) else whole[0]
+
+    @property
+    def replica_shards(self) -> tuple[ReplicaShard, ...]:
+        return () if self.weight_shard is None else (self.weight_shard, *self.state_shards)
 
     def update(self, grad: Tensor, rows: Tensor, offsets: Tensor | None, *, lr: float, mode: str = "sum") -> None:
         """Fused optimizer step on `rows`, in place; formulas in `kernels.embedding`. bf16 weights are rounded stochastically."""
@@ -46,10 +67,14 @@ class StoredTable:
 
     @property
     def weight_bytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size()
+        """Bytes held now."""
+        return self.weight_shard.num_bytes if self.weight_shard is not None else self.weight.numel() * self.weight.element_size()
 
     @property
     def state_bytes(self) -> int:
+        """Bytes held now."""
+        if self.weight_shard is not None:
+            return sum(s.num_bytes for s in self.state_shards)
         return sum(t.numel() * t.element_size() for t in self.state_tensors())
 
 

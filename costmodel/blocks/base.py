@@ -33,10 +33,10 @@ _KEPT = {
     "full": (INPUT,),
     "quantized": (INPUT, MATRIX, CHEAP),
 }
-MATRIX_OPS = ("linear", "attention")
+MATRIX_OPS = ("linear", "bmm", "attention")
 FP32_BYTES = 4.0
 _LAYER_FIELDS = ("heads", "head_dim", "mlp_dim", "causal", "window", "divisor", "activation", "block", "num_queries", "num_experts",
-                 "options")
+                 "options", "sequence")
 _LAYER_DEFAULTS = {f.name: f.default if f.default is not dataclasses.MISSING else {} for f in dataclasses.fields(LayerGroup)}
 
 
@@ -216,15 +216,14 @@ class Block(abc.ABC):
         return total
 
 
-class SequenceBlock(Block):
-    """A block of a sequence's layer group: `(T, D)` to `(T, D)`. `uses` and `needs`: LayerGroup fields read, and those that must be set."""
+class LayerBlock(Block):
+    """A block that a LayerGroup describes. `uses` and `needs`: LayerGroup fields read, and those that must be set; `options`: the keys of its
+    `options`, all needed, positive integers."""
 
     uses: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-
-    def __init__(self, group: LayerGroup, dim: int, sequence: str) -> None:
-        self.validate(group)
-        self.group, self.dim, self.sequence = group, dim, sequence
+    options: tuple[str, ...] = ()
+    group: LayerGroup
 
     @classmethod
     def validate(cls, group: LayerGroup) -> None:
@@ -240,17 +239,37 @@ class SequenceBlock(Block):
                 raise ValueError(f"layer {group.kind}: {name} must be >= 0, got {value}")
         if group.window is not None and group.window < 1:
             raise ValueError(f"layer {group.kind}: window must be >= 1, got {group.window}")
+        if cls.options and set(group.options) != set(cls.options):
+            raise ValueError(f"layer {group.kind}: options {', '.join(cls.options)} are needed, got {', '.join(group.options) or 'none'}")
+        for name, value in group.options.items():
+            if value < 1 or value != int(value):
+                raise ValueError(f"layer {group.kind}: options.{name} must be an integer >= 1, got {value}")
+
+    def option(self, name: str) -> int:
+        return int(self.group.options[name])
 
     @property
     def width(self) -> int:
         """H d, the width of all heads."""
         return self.group.heads * self.group.head_dim
 
+
+class SequenceBlock(LayerBlock):
+    """A block of a sequence's layer group: `(T, D)` to `(T, D)`."""
+
+    def __init__(self, group: LayerGroup, dim: int, sequence: str) -> None:
+        self.validate(group)
+        self.group, self.dim, self.sequence = group, dim, sequence
+
     def shape(self, batch: BatchShape) -> JaggedShape:
         return batch.sequences[self.sequence]
 
     def causal_excess(self, batch: BatchShape) -> float:
         return 2.0 * self.shape(batch).tokens * self.width if self.group.causal else 0.0
+
+
+def parameter(name: str, *shape: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return ((name, shape),)
 
 
 def norm_parameters(name: str, width: int) -> tuple[tuple[str, tuple[int, ...]], ...]:

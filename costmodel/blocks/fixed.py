@@ -69,14 +69,19 @@ class Summary(Block):
 
 
 class Mlp(Block):
-    """Linear + ReLU for each of `hidden` over `(B, width)`; with `concat`, its input is a fresh concatenation of the features."""
+    """Linear + ReLU for each of `hidden` over `(B, width)`; with `concat`, its input is a fresh concatenation of the features.
+
+    counts_output: whether its last output is counted here (default: without `concat`) or by its consumer.
+    """
 
     kind = "mlp"
 
-    def __init__(self, name: str, width: int, hidden: tuple[int, ...], *, concat: bool) -> None:
+    def __init__(self, name: str, width: int, hidden: tuple[int, ...], *, concat: bool,
+                 counts_output: bool | None = None) -> None:
         if not hidden:
             raise ValueError(f"{name}: at least one hidden width is needed")
         self.name, self.widths, self.concat = name, (width, *hidden), concat
+        self.counts_output = not concat if counts_output is None else counts_output
 
     @property
     def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -92,8 +97,8 @@ class Mlp(Block):
 
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         rows = batch.samples
-        # ReLU keeps its output, which is the next Linear's input; the interaction's last output is counted by the heads as theirs
-        outputs = self.widths[1:-1] if self.concat else self.widths[1:]
+        # ReLU keeps its output, which is the next Linear's input; the interaction's last output is counted by its consumer
+        outputs = self.widths[1:] if self.counts_output else self.widths[1:-1]
         return (Saved("input", rows * self.widths[0], INPUT, rows=rows),
                 *(Saved(f"relu.{i}", rows * w, CHEAP, rows=rows) for i, w in enumerate(outputs)),
                 *(Saved(f"linear.{i}", rows * w, DROPPED, rows=rows) for i, w in enumerate(self.widths[1:])))

@@ -14,7 +14,9 @@ import numpy as np
 
 from costmodel.blocks.attention import GDPA_ACTIVATIONS, BlockAttention, Gdpa, Hstu, SelfAttention
 from costmodel.blocks.base import BatchShape, Block, JaggedShape
+from costmodel.blocks.experts import Experts
 from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
+from costmodel.blocks.interaction import InteractionBlock
 from costmodel.model import Head, LayerGroup
 from costmodel.ops import Op
 
@@ -77,7 +79,7 @@ def measured_block_ops(kind: str, features: Mapping[str, float], precision: str)
 
 def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
     """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the
-    block: heads of different hidden widths."""
+    block: heads of different hidden widths, interaction and expert layers (they are priced as the sum of their ops)."""
     values: dict[str, float] = {"samples": float(batch.samples)}
     if isinstance(block, Mlp):
         return {**values, "concat": float(block.concat), **{f"width{i}": float(w) for i, w in enumerate(block.widths)}}
@@ -86,6 +88,8 @@ def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
             return None
         hidden = block.heads[0].hidden
         return {**values, "width": float(block.width), "num_heads": float(len(block.heads)), **{f"hidden{i}": float(w) for i, w in enumerate(hidden)}}
+    if isinstance(block, InteractionBlock | Experts):
+        return None
     shape = batch.sequences[block.sequence]
     values.update(tokens=shape.tokens, dim=float(block.dim))
     if isinstance(block, SequenceInput):

@@ -47,7 +47,10 @@ def block_requests(plans: list[Plan], *, seed: int = 0) -> list[BlockRequest]:
             for region in regions(plan.model):
                 if precision[region.name] not in PARAM_DTYPES or (isinstance(region.block, Heads) and len({h.hidden for h in plan.model.heads}) > 1):
                     continue
-                features = tuple(block_features(region.block, batch).items())
+                described = block_features(region.block, batch)
+                if described is None:  # priced as the sum of its ops
+                    continue
+                features = tuple(described.items())
                 own = tuple(lengths[region.sequence].tolist()) if region.sequence else ()
                 request = BlockRequest(region=region, kind=region.block.kind, samples=samples, lengths=own, features=features,
                                        dtype=precision[region.name], plan=plan)

@@ -21,6 +21,7 @@ from kernels.embedding import embedding_pooled, embedding_sequence, new_optimize
 from kernels.jagged import jagged_mean
 from runtime.microbench.requests import Request
 from runtime.microbench.timing import Run
+from runtime.model.interformer import even_offsets
 from runtime.model.sequence import last_event
 from runtime.optimizer import build_dense_optimizer
 from runtime.shards import Storage
@@ -92,6 +93,12 @@ def _linear(request: Request, device: torch.device) -> Differentiable:
     return [x, module.weight, module.bias], lambda: module(x)
 
 
+def _bmm(request: Request, device: torch.device) -> Differentiable:
+    b, m, k, n = _sizes(request, "b", "m", "k", "n")
+    x, y = _random(request, device, b, m, k), _random(request, device, b, k, n)
+    return [x, y], lambda: torch.bmm(x, y)
+
+
 def _layer_norm(request: Request, device: torch.device) -> Differentiable:
     m, n = _sizes(request, "m", "n")
     module, x = nn.LayerNorm(n, device=device, dtype=PARAM_DTYPES[request.op.dtype]), _random(request, device, m, n)
@@ -125,26 +132,43 @@ def _cast(request: Request, device: torch.device) -> Differentiable:
 
 
 def _attention(request: Request, device: torch.device) -> Differentiable:
-    tokens, heads, head_dim, longest = _sizes(request, "tokens", "heads", "head_dim", "longest")
+    """The kernel of the op's variant on the request's histories; across (`queries`, `keys` per sample) or within them."""
+    heads, head_dim, longest = _sizes(request, "heads", "head_dim", "longest")
     options = dict(request.options)
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(request.lengths)])).to(device)
-    qkv = _random(request, device, tokens, 3, heads, head_dim)
+    parts, ends, longests = _attention_inputs(request, device, offsets, heads, head_dim)
     causal, divisor = bool(options.get("causal", 1.0)), options.get("divisor", float(longest))
-    masks = {"causal": causal, "window": int(options["window"]) if options.get("window") else None}
-    variant = request.op.variant.removesuffix("_window")
+    window = int(options["window"]) if request.op.variant.endswith("_window") else None
+    masks = {"causal": causal, "window": window, "max_q": longests[0], "max_k": longests[1]}
+    variant = request.op.variant.removesuffix("_window").removesuffix("_queries").removesuffix("_context")
     activation = "silu" if variant == "hstu" else variant.removeprefix("gdpa_")
     if variant not in ("softmax", "block", "hstu") and activation not in GDPA_ACTIVATIONS:
         raise ValueError(f"attention variant {request.op.variant!r} has no case here")
 
     def forward() -> Tensor:
-        q, k, v = qkv.unbind(1)
+        q, k, v = parts[0].unbind(1) if len(parts) == 1 else (parts[0], *parts[1].unbind(1))
         if variant == "block":
             return block_attention(q, k, v, offsets, max_len=longest, block=int(options["block"]), causal=causal)
         if variant == "softmax":
-            return jagged_attention(q, k, v, offsets, offsets, max_q=longest, max_k=longest, **masks)
-        return gdpa(q, k, v, offsets, offsets, max_q=longest, max_k=longest, activation=activation, divisor=divisor, **masks)
+            return jagged_attention(q, k, v, *ends, **masks)
+        return gdpa(q, k, v, *ends, activation=activation, divisor=divisor, **masks)
 
-    return [qkv], forward
+    return parts, forward
+
+
+def _attention_inputs(request: Request, device: torch.device, offsets: Tensor, heads: int,
+                      head_dim: int) -> tuple[list[Tensor], tuple[Tensor, Tensor], tuple[int, int]]:
+    """([qkv] or [q, kv], (query offsets, key offsets), (longest queries, longest keys))."""
+    options, tokens, longest = dict(request.options), sum(request.lengths), max(request.lengths)
+    across = int(options.get("queries", options.get("keys", 0.0)))
+    if not across:
+        return [_random(request, device, tokens, 3, heads, head_dim)], (offsets, offsets), (longest, longest)
+    other, rows = even_offsets(offsets, across), across * len(request.lengths)
+    if "queries" in options:
+        parts = [_random(request, device, rows, heads, head_dim), _random(request, device, tokens, 2, heads, head_dim)]
+        return parts, (other, offsets), (across, longest)
+    parts = [_random(request, device, tokens, heads, head_dim), _random(request, device, rows, 2, heads, head_dim)]
+    return parts, (offsets, other), (longest, across)
 
 
 def _segment_mean(request: Request, device: torch.device) -> Differentiable:
@@ -223,8 +247,9 @@ def _adamw(request: Request, _phase: str, device: torch.device) -> Run:
 
 
 _BUILDERS: dict[str, Callable[[Request, str, torch.device], Run]] = {
+    "bmm": _differentiable(_bmm),
     "linear": _differentiable(_linear), "layer_norm": _differentiable(_layer_norm), "activation": _differentiable(_activation),
     "elementwise": _elementwise, "cast": _differentiable(_cast), "attention": _differentiable(_attention),
-    "segment_mean": _differentiable(_segment_mean), "bce": _differentiable(_bce), "embedding_lookup": _embedding_lookup,
-    "embedding_update": _embedding_update, "unique": _unique, "adamw": _adamw,
+    "segment_mean": _differentiable(_segment_mean), "bce": _differentiable(_bce),
+    "embedding_lookup": _embedding_lookup, "embedding_update": _embedding_update, "unique": _unique, "adamw": _adamw,
 }

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.stats import qmc
 
 from costmodel import ops
-from costmodel.blocks import BatchShape, JaggedShape
+from costmodel.blocks import BatchShape, Block, JaggedShape
 from costmodel.model import TableGroup
 from costmodel.ops import KINDS, Op, op
 from costmodel.plan import Plan
@@ -24,7 +24,8 @@ from costmodel.workload import Lengths
 # Every n-th spread point is kept from the fit, to score it.
 HELD_OUT_EVERY = 6
 # Spread points by kind, quick preset; full has three times as many.
-SPREAD_POINTS = {"linear": 44, "attention": 40, "layer_norm": 14, "activation": 14, "elementwise": 14, "segment_mean": 14, "embedding_lookup": 24,
+SPREAD_POINTS = {"linear": 44, "attention": 40, "bmm": 14,
+                 "layer_norm": 14, "activation": 14, "elementwise": 14, "segment_mean": 14, "embedding_lookup": 24,
                  "embedding_update": 24, "unique": 12, "adamw": 14, "bce": 8, "cast": 14, "input": 14}
 # How far the box reaches below and above the plans' own shapes.
 BELOW, ABOVE = 4.0, 2.0
@@ -78,6 +79,7 @@ def _own(plan: Plan, rng: np.random.Generator) -> list[Request]:
                     group = region.block.group
                     options = [("causal", float(group.causal))]
                     options += [(k, float(getattr(group, k))) for k in ("window", "divisor", "block") if getattr(group, k)]
+                    options += _partners(region.block, one)
                     found.append(Request(op=_single(one), lengths=tuple(lengths[region.sequence].tolist()), options=tuple(options)))
                 else:
                     found.append(Request(op=_single(one)))
@@ -87,6 +89,15 @@ def _own(plan: Plan, rng: np.random.Generator) -> list[Request]:
     sizes = {(r.block.num_parameters, r.block.num_tensors) for r in regions(plan.model)}
     total = (sum(r.num_parameters for r in regions(plan.model)), sum(r.count * r.block.num_tensors for r in regions(plan.model)))
     return found + [Request(op=op("adamw", parameters=p, tensors=t)) for p, t in sorted({*sizes, total}, reverse=True)]
+
+
+def _partners(block: Block, one: Op) -> list[tuple[str, float]]:
+    """How many queries or keys a sample has besides its history, where attention is across."""
+    if one.variant.endswith("_queries"):
+        return [("queries", float(block.num_read)), ("causal", 0.0)]
+    if one.variant.endswith("_context"):
+        return [("keys", float(block.option("summary_tokens"))), ("causal", 0.0)]
+    return []
 
 
 def _table(plan: Plan, table: TableGroup, samples: int, shapes: dict[str, JaggedShape]) -> list[Request]:
@@ -173,13 +184,23 @@ def _attention_spread(own: list[Request], count: int, rng: np.random.Generator) 
         lengths = Lengths(kind=kind, maximum=maximum, **shape).sample(rng, samples)
         heads = max(1, int(features["heads"] * 2.0 ** rng.integers(-1, 2)))
         head_dim = max(8, int(features["head_dim"] * 2.0 ** rng.integers(-1, 2)))
-        one = op("attention", variant=template.op.variant, dtype=template.op.dtype, tokens=float(lengths.sum()), longest=float(lengths.max()),
-                 pairs=executed_pairs(lengths, dict(template.options)), heads=heads, head_dim=head_dim)
+        options = dict(template.options)
+        one = op("attention", variant=template.op.variant, dtype=template.op.dtype, tokens=attention_rows(lengths, options),
+                 longest=float(lengths.max()), pairs=executed_pairs(lengths, options), heads=heads, head_dim=head_dim)
         found.append(Request(op=one, held_out=i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1, lengths=tuple(lengths.tolist()), options=template.options))
     return found
 
 
+def attention_rows(lengths: np.ndarray, options: dict[str, float]) -> float:
+    """The `tokens` of an attention op: the mean number of query and key rows."""
+    across = options.get("queries", options.get("keys"))
+    return float(lengths.sum()) if across is None else (float(lengths.sum()) + across * len(lengths)) / 2
+
+
 def executed_pairs(lengths: np.ndarray, options: dict[str, float]) -> float:
     """(query, key) pairs of one head: causal or full, inside a window or blocks where there are."""
+    across = options.get("queries", options.get("keys"))
+    if across is not None:
+        return float(lengths.sum()) * across
     window, block = (int(options[name]) if options.get(name) else None for name in ("window", "block"))
     return JaggedShape.of_lengths(lengths).pairs(causal=bool(options.get("causal", 1.0)), window=window, block=block)

@@ -1,4 +1,4 @@
-"""GEM: tables' outputs, histories and dense features -> interaction -> one logit a task (docs/model.md).
+"""GEM: tables' outputs, histories and dense features -> interaction -> experts -> one logit a task (docs/model.md).
 
 The embedding tables are not part of this module: they are sharded by themselves (`runtime.embedding`) and hand their outputs in.
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.model import Model
+from costmodel.regions import regions as known_regions
+from costmodel.regions import repeated
 from runtime.batch import Batch
 from runtime.model.mlp import MLP, Heads
-from runtime.model.registry import build_block
+from runtime.model.registry import EXPERT_BLOCKS, INTERACTION_BLOCKS, build_block
 from runtime.model.sequence import SequenceEncoder
 
 __all__ = ["GEM", "build_block"]
@@ -27,27 +29,49 @@ class GEM(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
+        known_regions(model)  # refuses unknown kinds and fields by name
         self.model = model
         self.sequences = nn.ModuleList(
             SequenceEncoder(model.sequence_width(s.name), model.dim, s.layers) for s in model.sequences)
         self.bottom = MLP(model.num_dense_features, model.bottom_hidden) if model.num_dense_features else None
-        if model.interaction_layers:
-            kinds = ", ".join(layer.kind for layer in model.interaction_layers)
-            raise ValueError(f"interaction_layers: {kinds} not executable; the runtime has interaction_hidden (kind mlp) only")
-        self.interaction = MLP(model.interaction_width, model.interaction_hidden)
-        width = model.interaction_hidden[-1] if model.interaction_hidden else model.interaction_width
+        self.interaction_layers, width = nn.ModuleList(), model.interaction_width
+        for layer in repeated(model.interaction_layers):
+            block = INTERACTION_BLOCKS[layer.kind](width // model.feature_dim, model.feature_dim, model.dim, layer)
+            self.interaction_layers.append(block)
+            width = block.num_outputs * model.feature_dim
+        self.interaction = MLP(width, model.interaction_hidden)
+        width = model.interaction_hidden[-1]
+        self.experts = nn.ModuleList(EXPERT_BLOCKS[layer.kind](width, layer) for layer in repeated(model.expert_layers))
         self.heads = Heads(width, [head.hidden for head in model.heads])
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Tensor:
         features = [t for table in self.model.tables if table.pooling != "sequence" for t in embeddings[table.name].unbind(0)]
+        histories: dict[str, Tensor] = {}
         for spec, encoder in zip(self.model.sequences, self.sequences):
             parts = [t for table in self.model.tables if table.sequence == spec.name for t in embeddings[table.name].unbind(0)]
             events = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            features.append(encoder(events, batch.sequence_offsets[spec.name], batch.max_lengths[spec.name]))
+            histories[spec.name], summary = encoder(events, batch.sequence_offsets[spec.name], batch.max_lengths[spec.name])
+            features.append(summary)
         if self.bottom is not None:
             features.append(self.bottom(batch.dense))
         features = [f.to(features[-1].dtype) for f in features]
-        return self.heads(self.interaction(torch.cat(features, dim=1)))
+        x_BW = self.interaction(self._interact(torch.cat(features, dim=1), histories, batch))
+        for experts in self.experts:
+            x_BW = experts(x_BW)
+        return self.heads(x_BW)
+
+    def _interact(self, features_BW: Tensor, histories: dict[str, Tensor], batch: Batch) -> Tensor:
+        """The interaction layers over the features as tokens, flattened again."""
+        if not self.interaction_layers:
+            return features_BW
+        x_Bnd = features_BW.unflatten(1, (-1, self.model.feature_dim))
+        for layer, block in zip(repeated(self.model.interaction_layers), self.interaction_layers):
+            if layer.sequence is None:
+                x_Bnd = block(x_Bnd)
+            else:
+                name = layer.sequence
+                x_Bnd, histories[name] = block(x_Bnd, histories[name], batch.sequence_offsets[name], batch.max_lengths[name])
+        return x_Bnd.flatten(1)
 
     def regions(self) -> dict[str, list[tuple[nn.Module, str]]]:
         """Region name (docs/model.md) -> its blocks in order, as (parent module, attribute or index) so that a block can be wrapped in place."""
@@ -59,6 +83,8 @@ class GEM(nn.Module):
             regions[f"{spec.name}.summary"] = [(encoder, "summary")]
         if self.bottom is not None:
             regions["bottom"] = [(self, "bottom")]
+        regions |= {f"interaction.{i}": [(self.interaction_layers, str(i))] for i in range(len(self.interaction_layers))}
         regions["interaction"] = [(self, "interaction")]
+        regions |= {f"experts.{i}": [(self.experts, str(i))] for i in range(len(self.experts))}
         regions["heads"] = [(self, "heads")]
         return regions

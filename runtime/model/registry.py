@@ -1,14 +1,23 @@
-"""Block kinds of sequence layers: kind -> module class, constructed as `cls(dim, layer)`, called as `block(x_TD, offsets, max_length)`."""
+"""Block kinds: kind -> module class.
+
+Sequence layers are built as `cls(dim, layer)` and called as `block(x_TD, offsets, max_length)`; interaction layers as `cls(num_tokens, feature_dim,
+dim, layer)`, with `num_outputs` tokens; expert layers as `cls(width, layer)`.
+"""
 from __future__ import annotations
 
 from torch import nn
 
 from costmodel.model import LayerGroup
+from runtime.model.experts import Experts
 from runtime.model.hstu import HSTU
+from runtime.model.interformer import InterFormer
 from runtime.model.self_attention import GDPA, BlockAttention, SelfAttention
+from runtime.model.wukong import Wukong
 
 BLOCKS: dict[str, type[nn.Module]] = {"self_attention": SelfAttention, "gdpa": GDPA, "block_attention": BlockAttention,
                                       "hstu": HSTU}
+INTERACTION_BLOCKS: dict[str, type[nn.Module]] = {"wukong": Wukong, "interformer": InterFormer}
+EXPERT_BLOCKS: dict[str, type[nn.Module]] = {"moe": Experts}
 
 
 def build_block(dim: int, layer: LayerGroup) -> nn.Module:

@@ -34,7 +34,7 @@ def last_event(x_TD: Tensor, offsets: Tensor) -> Tensor:
 
 
 class SequenceEncoder(nn.Module):
-    """`(T, W) -> (B, D)`: Linear(W, D), `count` blocks of every layer group in order, summary."""
+    """`(T, W) -> (T, D), (B, D)`: Linear(W, D), `count` blocks of every layer group in order; the events, and their summary."""
 
     def __init__(self, width: int, dim: int, layers: tuple[LayerGroup, ...]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class SequenceEncoder(nn.Module):
                 raise ValueError(f"batching 'padded': layer {layer.kind} is not causal, its events would see the padding")
         self.padded = True
 
-    def forward(self, events_TW: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+    def forward(self, events_TW: Tensor, offsets: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
         x_TD = self.input(events_TW)
         num_events, inner = x_TD.shape[0], offsets
         if self.padded:
@@ -64,4 +64,4 @@ class SequenceEncoder(nn.Module):
                 x_TD = block(x_TD, inner, max_length)
         if self.padded:
             x_TD = padded_to_jagged(x_TD.unflatten(0, (-1, max_length)), offsets, total=num_events)
-        return self.summary(x_TD, offsets)
+        return x_TD, self.summary(x_TD, offsets)

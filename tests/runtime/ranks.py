@@ -15,6 +15,7 @@ from pathlib import Path
 
 import runtime_models as models
 import torch
+from interaction_models import full_model
 
 from costmodel.plan import Layout, Plan
 from runtime import checkpoint, mesh
@@ -157,6 +158,43 @@ def check_replicas(world: int, out: Path) -> dict:
     return {"difference": _difference(own, emulated[rank // group])}
 
 
+def check_fully_sharded(world: int, out: Path) -> dict:
+    """Fully sharded 2D against one process that plays every replica and averages every step; what rests, and resuming."""
+    replicas = world // 2 if world > 2 else world
+    group, rank = world // replicas, int(os.environ["RANK"])
+    layout = Layout(fsdp=world, sparse_group=group, sparse_replicas=replicas, fully_sharded_2d=True)
+    own = _build(layout, TABLES, "row_wise")
+    emulated = [_unsharded(TABLES) for _ in range(replicas)]
+    share = len(LENGTHS) // world
+    for step in range(6):
+        _leaf_loss(own, _part(rank * share, (rank + 1) * share, step, TABLES), share)
+        for i, replica in enumerate(emulated):
+            _leaf_loss(replica, _part(i * group * share, (i + 1) * group * share, step, TABLES), group * share)
+        for stored in zip(*(e.storages for e in emulated)):
+            for tensors in zip(*((s.weight, *s.state_tensors()) for s in stored)):
+                mean = sum(tensors[1:], tensors[0]) / replicas
+                for t in tensors:
+                    t.copy_(mean)
+    resting, whole = (sum(s.weight_bytes + s.state_bytes for s in e.storages) for e in (own, emulated[0]))
+    with own.whole():
+        difference = _difference(own, emulated[0])
+        gathered = sum(s.weight_bytes for s in own.storages)
+    plan = models.plan(layout, sharding="row_wise")
+    first = train(plan, 3)
+    first.save(out / "fully-sharded")
+    second = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
+    second.resume(checkpoint.latest(out / "fully-sharded"))
+    second.train(6)
+    return {"difference": difference, "resting": resting, "whole": whole, "gathered": gathered, "replicas": replicas, "group": group,
+            "resumed": second.losses, "losses": train(plan, 6).losses}
+
+
+def check_all_layers(world: int, out: Path) -> dict:
+    """A model with every kind of layer, under two checkpoint policies."""
+    layout = Layout(fsdp=world, sparse_group=world)
+    return {policy: {"losses": train(models.plan(layout, model_spec=full_model(), checkpoint=policy), 8).losses} for policy in ("none", "selective")}
+
+
 def check_resume(world: int, out: Path) -> dict:
     """6 steps in one go; the same in two halves with a checkpoint between them, on this plan and on another."""
     plan = models.plan(Layout(fsdp=world, sparse_group=world))
@@ -178,7 +216,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mesh.start(CPU)
     found = {}
-    for check in (check_curves, check_bf16, check_tables, check_replicas, check_resume):
+    for check in (check_curves, check_bf16, check_tables, check_replicas, check_fully_sharded, check_all_layers, check_resume):
         try:
             found[check.__name__] = check(world, out)
         except Exception:

@@ -5,6 +5,7 @@ import pytest
 import ranks
 import runtime_models as models
 import torch
+from interaction_models import full_model
 
 from costmodel.plan import Layout
 from costmodel.regions import num_dense_parameters
@@ -88,6 +89,32 @@ def test_plain_2d_equals_its_emulation_on_four(checks_on_4):
     for rank in checks_on_4:
         assert rank["check_replicas"]["difference"] < 1e-5
         assert all(found["difference"] < 1e-5 for found in rank["check_tables"].values())
+
+
+def test_fully_sharded_2d_equals_its_emulation_and_keeps_its_part(checks_on_2):
+    for rank in checks_on_2:
+        found = rank["check_fully_sharded"]
+        assert found["difference"] < 1e-5
+        assert found["whole"] / 2 <= found["resting"] <= 1.02 * found["whole"] / 2 < found["gathered"]
+        assert found["resumed"] == found["losses"] and len(found["losses"]) == 6
+
+
+@pytest.mark.slow
+def test_fully_sharded_2d_on_four(checks_on_4):
+    for rank in checks_on_4:
+        found = rank["check_fully_sharded"]
+        assert found["difference"] < 1e-5
+        assert found["whole"] / 4 <= found["resting"] <= 1.02 * found["whole"] / 4
+        assert found["resumed"] == found["losses"] and len(found["losses"]) == 6
+
+
+def test_every_kind_of_layer_trains_as_on_one_rank(checks_on_2):
+    plan = models.plan(Layout(), model_spec=full_model())
+    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=torch.device("cpu"))
+    trainer.train(8)
+    for rank in checks_on_2:
+        for policy, found in rank["check_all_layers"].items():
+            assert found["losses"] == pytest.approx(trainer.losses, rel=1e-5), policy
 
 
 def test_resume_is_bitwise(checks_on_2):

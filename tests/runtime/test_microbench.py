@@ -7,6 +7,7 @@ import pytest
 import runtime_models as models
 import torch
 from conftest import torchrun
+from interaction_models import full_model
 
 from costmodel import calibration, ops
 from costmodel.blocks.measured import measured_block_ops
@@ -64,8 +65,9 @@ def test_requested_shapes_can_exist(wanted):
 
 
 def test_every_kind_runs_in_all_its_phases(wanted):
+    every = models.plan(Layout(), model_spec=full_model())
     seen = set()
-    for request in wanted:
+    for request in [*wanted, *requests([every], points=0.02)]:
         key = (request.op.kind, request.op.variant)
         if key in seen or not cases.executable(request):
             continue
@@ -75,6 +77,18 @@ def test_every_kind_runs_in_all_its_phases(wanted):
             run.run(run.prepare())
     expected = set(ops.KINDS) - set(ops.COLLECTIVES) - {"cast", "input", "fsdp_gather", "fsdp_reduce"}
     assert {kind for kind, _ in seen} == expected
+    variants = {variant for kind, variant in seen if kind == "attention"}
+    assert variants == {"softmax", "hstu", "gdpa_gelu", "block", "softmax_queries", "gdpa_gelu_context"}
+
+
+def test_attention_across_is_timed_at_the_rows_it_counts():
+    found = [r for r in requests([models.plan(Layout(), model_spec=full_model())], points=0.1) if r.op.variant.endswith(("_queries", "_context"))]
+    assert len({r.op.variant for r in found}) == 2
+    for request in found:
+        other = dict(request.options).get("queries", dict(request.options).get("keys"))
+        features = dict(request.op.features)
+        assert features["tokens"] == (sum(request.lengths) + other * len(request.lengths)) / 2
+        assert features["pairs"] == sum(request.lengths) * other
 
 
 def test_backward_leaves_the_forward_out():
