@@ -223,8 +223,9 @@ def model_flops(plan: Plan) -> float:
 
 
 def needs_fsdp(plan: Plan) -> bool:
-    """Whether the runtime wraps blocks: one rank in fp32 runs the plain modules."""
-    return plan.layout.world_size > 1 or any(o.precision != "fp32" for r in plan.regions for o in r.options)
+    """Whether the runtime wraps blocks with FSDP2: not one rank that computes in fp32 or eagerly."""
+    lowered = any(o.precision != "fp32" for r in plan.regions for o in r.options)
+    return plan.layout.world_size > 1 or (lowered and plan.execution != "eager")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -62,11 +62,22 @@ def build_meshes(layout: Layout, device: torch.device) -> Meshes:
     if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
         have = dist.get_world_size() if dist.is_initialized() else 1
         raise ValueError(f"layout {layout.short} needs {layout.world_size} ranks, this job has {have}")
-    dense = init_device_mesh(device.type, (layout.ddp, layout.fsdp), mesh_dim_names=("ddp", "fsdp"))
-    sparse = init_device_mesh(device.type, (layout.sparse_replicas, layout.sparse_group), mesh_dim_names=("replica", "group"))
+    dense = _mesh(device, ("ddp", layout.ddp), ("fsdp", layout.fsdp))
+    sparse = _mesh(device, ("replica", layout.sparse_replicas), ("group", layout.sparse_group))
     return Meshes(layout=layout, rank=dist.get_rank(), device=device, dense=dense,
                   sparse_group=sparse.get_group("group") if layout.sparse_group > 1 else None,
                   sparse_replicas=sparse.get_group("replica") if layout.sparse_replicas > 1 else None)
+
+
+_meshes: dict[tuple, DeviceMesh] = {}
+
+
+def _mesh(device: torch.device, *axes: tuple[str, int]) -> DeviceMesh:
+    """One mesh per shape: a process that trains several plans makes its communicators once."""
+    key = (device.type, axes)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(device.type, tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes))
+    return _meshes[key]
 
 
 def start(device: torch.device) -> None:
@@ -86,6 +97,7 @@ def leave(*owners: list) -> None:
     dist.barrier()
     for owner in owners:
         owner.clear()
+    _meshes.clear()
     gc.collect()
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """One function applies a plan to a model, in this order:
 
-    embeddings -> checkpointing -> precision -> compile -> fully_shard
+    embeddings -> precision (one rank) -> checkpointing -> compile -> fully_shard (and precision, on more ranks)
 
 The FSDP unit is a block: every block of every region is one unit, the root module holds no parameters of its own. Collectives of the
 dense part, per micro-batch, units in forward order:
@@ -19,7 +19,7 @@ Gradients are averaged over all ranks. The ddp axis is reduced by a hook of ours
 mathematics is the same and the wait can be timed.
 
 Precision: `fp32` computes in fp32. `bf16` keeps parameters, gradients' reduction and optimizer in fp32; the block's parameters are cast to
-bf16 when gathered (on one rank too), its floating inputs on entry.
+bf16 when gathered, its floating inputs on entry. One rank that runs eagerly is not wrapped: `runtime.mixed_precision` casts a block's parameters.
 
 `batching: padded` computes every history of a micro-batch at the length of the longest (`runtime.model.sequence`); other policies only
 choose which rank trains which samples (`runtime.balance`).
@@ -38,6 +38,7 @@ from costmodel.plan import Plan, RegionOption
 from runtime.checkpointing import apply_checkpointing
 from runtime.embedding import ShardedEmbeddings
 from runtime.mesh import Meshes, all_gather_single, reduce_scatter_single, wait
+from runtime.mixed_precision import compute_in
 from runtime.model import GEM
 from runtime.phases import PhaseTimer
 
@@ -65,21 +66,25 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
         for encoder in model.sequences:
             encoder.pad()
     blocks = block_options(model, plan)
+    wrapped = needs_fsdp(plan)
     for block, option in blocks:
+        if not wrapped and option.precision != "fp32":
+            compute_in(block, PARAM_DTYPES[option.precision])
         apply_checkpointing(block, option.checkpoint)
     if plan.execution == "compile":
         for block, _ in blocks:
             block.compile(dynamic=True)
     elif plan.execution != "eager":
         raise ValueError(f"execution {plan.execution!r} is not executable; the runtime has eager, compile")
-    if needs_fsdp(plan):
+    if wrapped:
         _fully_shard(model, blocks, plan=plan, meshes=meshes, timer=timer)
     return Parallelized(dense=model, embeddings=embeddings)
 
 
 def needs_fsdp(plan: Plan) -> bool:
-    """One rank in fp32 runs the plain modules: there is nothing to gather, to cast or to reduce."""
-    return plan.layout.world_size > 1 or any(o.precision != "fp32" for r in plan.regions for o in r.options)
+    """One rank has nothing to gather or to reduce; only compiled blocks in bf16 are wrapped there for FSDP2's casts."""
+    lowered = any(o.precision != "fp32" for r in plan.regions for o in r.options)
+    return plan.layout.world_size > 1 or (lowered and plan.execution != "eager")
 
 
 def block_options(model: GEM, plan: Plan) -> list[tuple[nn.Module, RegionOption]]:

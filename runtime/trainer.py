@@ -61,11 +61,25 @@ class StepReport:
     def __init__(self, meshes: Meshes, timer: PhaseTimer) -> None:
         self._meshes, self._timer = meshes, timer
         self._pending: tuple[int, Tensor, dist.Work | None] | None = None
+        self._cuda = meshes.device.type == "cuda"
+        if self._cuda:
+            # read through pinned memory behind a stream of its own: reading the device tensor would wait for the step enqueued since
+            self._stream, self._arrived = torch.cuda.Stream(), torch.cuda.Event()
+            self._landing = torch.empty(2, pin_memory=True)
 
     def post(self, step: int, loss: Tensor, *, stop: bool) -> None:
         """loss: 0-dim, this rank's share of the global mean loss."""
         value = torch.stack([loss.detach().float(), torch.full_like(loss, float(stop), dtype=torch.float32)])
         work = dist.all_reduce(value, async_op=True) if self._meshes.world_size > 1 else None
+        if self._cuda:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                if work is not None:
+                    work.wait()
+                self._landing.copy_(value, non_blocking=True)
+                self._arrived.record()
+            value.record_stream(self._stream)
+            value, work = self._landing, None
         self._pending = (step, value, work)
 
     def collect(self) -> tuple[int, float, bool] | None:
@@ -75,6 +89,8 @@ class StepReport:
         step, value, work = self._pending
         self._pending = None
         wait(work, self._timer)
+        if self._cuda:
+            self._arrived.synchronize()
         loss, stop = value.tolist()
         return step, loss, stop > 0
 
@@ -129,6 +145,7 @@ class Trainer:
                 if checkpoint_every and self.step % checkpoint_every == 0 and self.step < total and not self.interrupted:
                     self._read_report(report, total)
                     self.save(root)
+                    self.timer.pause()
             self._read_report(report, total)
         finally:
             self.timer.abandon_step()

@@ -72,35 +72,48 @@ def _measure_cpu(runs: list[Run], seconds: float) -> Timing:
     return summarize(times)
 
 
-# Cycles that hold the stream back per call to be enqueued: about 30 us at 1.8 GHz, twice an eager launch.
-_HOLD_CYCLES = 60_000
+# The stream is held back for so much longer than the host needs to enqueue a run of calls.
+_HOLD_FACTOR, _HOLD_EXTRA = 1.3, 40e-6
+_CYCLES_PER_SECOND = 1.98e9  # of an H200 at its highest clock; a lower clock holds longer
 _CALLS_PER_RUN = 8
+# Bytes that the states of one run of calls may take together, and launches that the stream's queue takes without blocking the host.
+_STATE_BYTES = 24e9
 
 
 def _measure_cuda(runs: list[Run], seconds: float) -> Timing:
-    for one in runs:
+    """The first calls compile and warm up; the host's time for one call then sets how long the stream is held back."""
+    for one in runs[:2]:
         one.run(one.prepare())
     torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    state = runs[0].prepare()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = runs[0].run(state)
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    whole = time.perf_counter() - start
+    taken = max(1, torch.cuda.memory_allocated() - before)
+    del state, result
+    calls = max(1, min(_CALLS_PER_RUN, int(_STATE_BYTES // taken), int(seconds / (SLOW_REPEATS * whole))))
     device_times: list[float] = []
     host_times: list[float] = []
     end = time.perf_counter() + seconds
-    calls = _CALLS_PER_RUN
     while len(device_times) < MAX_REPEATS and (time.perf_counter() < end or len(device_times) < MIN_REPEATS):
-        device_seconds, host_seconds = _one_cuda_run(runs, calls, held=_HOLD_CYCLES * calls * 2)
-        if host_seconds * calls > 0.9 * (device_seconds * calls + _HOLD_CYCLES * calls * 2 / 1.9e9) and calls > 1:
-            calls //= 2  # the host cannot stay ahead of this case for so long
-            continue
+        device_seconds, host = _one_cuda_run(runs, calls, held=_HOLD_FACTOR * host * calls + _HOLD_EXTRA)
         device_times.append(device_seconds)
-        host_times.append(host_seconds)
+        host_times.append(host)
+        if SLOW_REPEATS * whole * calls > seconds and len(device_times) >= SLOW_REPEATS:
+            break
     return summarize(device_times, host_times)
 
 
-def _one_cuda_run(runs: list[Run], calls: int, *, held: int) -> tuple[float, float]:
-    """(device seconds, host seconds) a call, over `calls` calls enqueued behind a wait of `held` cycles."""
+def _one_cuda_run(runs: list[Run], calls: int, *, held: float) -> tuple[float, float]:
+    """(device seconds, host seconds) a call, over `calls` calls enqueued while the stream is held back for `held` seconds."""
     states = [(one, one.prepare()) for one in (runs[i % len(runs)] for i in range(calls))]
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(held)
+    torch.cuda._sleep(int(held * _CYCLES_PER_SECOND))
     begin.record()
     start = time.perf_counter()
     for one, state in states:
