@@ -15,12 +15,15 @@ the next is looked for, so that a collective that merely runs on beside the gap 
     input                       waiting for the batch
     host                        none of these, and the host was launching; no activity at all is `unattributed`
 
-The binding constraint is the one whose relief is largest. Relief [s] is what a step loses at most when the resource becomes twice as fast:
+Relief [s] is what a step loses at most when a constraint is relieved:
 
-    compute, hbm_bandwidth                half of their time
-    communication:TIER, input, host       min(exposed, half of what the resource is busy), for only what is exposed can be won
-    hbm_capacity                          all recomputation (twice the memory keeps everything)
-    load_balance, synchronisation         all waiting and padding
+    compute, hbm_bandwidth                half of their time: twice as fast
+    communication:TIER, input, host       min(exposed, half of what the resource is busy): twice as fast, and only what is exposed can be won
+    hbm_capacity                          all recomputation: twice the memory keeps everything
+    load_balance, synchronisation         all padding and waiting
+
+The binding constraint is the loss (anything but compute and hbm_bandwidth) with the largest relief, if that is at least LOSS of the step; else
+the step does what it is for, and the device binds: compute or hbm_bandwidth, whichever takes longer.
 """
 from __future__ import annotations
 
@@ -41,6 +44,8 @@ from costmodel.stepgraph import COMPUTE, H2D, HOST, StepGraph, Task
 DEVICE = ("compute", "memory_bound", "recompute", "quantize", "padding", "contention")
 STRAGGLER, SYNCHRONISATION, INPUT, HOST_TIME, UNATTRIBUTED = "straggler_wait", "synchronisation", "input", "host", "unattributed"
 COMMUNICATION = "communication:"
+# A loss of less than this share of the step does not bind [Assumed: about what separates a tuned job from an untuned one].
+LOSS = 0.10
 # A device goes on this long after what it waited for has ended: an event's way through the driver [Assumed: a few us on CUDA].
 RESUME_SECONDS = 20e-6
 
@@ -105,8 +110,12 @@ class Accounting:
 
     @property
     def binding(self) -> str:
-        """The constraint with the largest relief."""
-        return next(iter(self.relief()))
+        """What binds, see the module docstring."""
+        relief = self.relief()
+        loss = next((name for name in relief if name not in ("compute", "hbm_bandwidth")), "")
+        if loss and relief[loss] >= LOSS * self.step:
+            return loss
+        return "compute" if relief["compute"] >= relief["hbm_bandwidth"] else "hbm_bandwidth"
 
 
 def account(spans: Spans, begin: float, end: float, *, source: str) -> Accounting:

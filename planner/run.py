@@ -76,13 +76,21 @@ def check_executable(plan: Plan, *, rendezvous: Rendezvous = Rendezvous()) -> No
 
 
 def command(
-    plan: Plan, directory: Path, *, steps: int | None = None, resume: bool = False, evaluate: bool = True, rendezvous: Rendezvous = Rendezvous()
+    plan: Plan,
+    directory: Path,
+    *,
+    steps: int | None = None,
+    resume: bool = False,
+    evaluate: bool = True,
+    trace: str | None = None,
+    rendezvous: Rendezvous = Rendezvous(),
 ) -> list[str]:
     """The torchrun command line of a plan."""
     arguments = [str(directory / PLAN_FILE), "--out", str(directory)]
     arguments += ["--steps", str(steps)] if steps is not None else []
     arguments += ["--resume"] if resume else []
     arguments += [] if evaluate else ["--no-eval"]
+    arguments += ["--trace-steps", trace] if trace is not None else []
     return launch.torchrun_command(
         "runtime.train",
         arguments,
@@ -100,11 +108,12 @@ def execute(
     steps: int | None = None,
     resume: bool = False,
     evaluate: bool = True,
+    trace: str | None = None,
     rendezvous: Rendezvous = Rendezvous(),
     ledger: Ledger | None = None,
     on_event: Event = lambda event: None,
 ) -> Run:
-    """Runs the plan in `directory` to its end and appends the ledger's row.
+    """Runs the plan in `directory` to its end and appends the ledger's row. `trace`: steps FIRST:END to trace on every rank.
 
     Raises UsageError (the plan does not fit), RunFailed (a worker died; what was measured is kept), LedgerError (the row stays in the folder).
     """
@@ -117,7 +126,7 @@ def execute(
     if first_host:
         result_path.unlink(missing_ok=True)
     outcome = runner.follow(
-        command(plan, directory, steps=steps, resume=resume, evaluate=evaluate, rendezvous=rendezvous),
+        command(plan, directory, steps=steps, resume=resume, evaluate=evaluate, trace=trace, rendezvous=rendezvous),
         variables=launch.environment(plan.cluster),
         log=directory / _log_name(rendezvous),
         on_event=on_event,

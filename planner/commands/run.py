@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,9 @@ def command(
     max_error: Annotated[
         float | None, typer.Option(min=0.0, help="Exit 4 when the step time is further from its prediction, e.g. 0.2.", show_default=False)
     ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FIRST:END", help="torch.profiler trace of these steps (from 0) on every rank.", show_default=False)
+    ] = None,
     ledger: LedgerOption = None,
     rdzv_endpoint: Annotated[
         str | None, typer.Option(help="HOST:PORT where several hosts meet; start the command on each.", show_default=False)
@@ -33,15 +37,25 @@ def command(
     """
     from costmodel.codec import encode
     from planner import run
+    from planner.errors import UsageError
     from planner.ledger import Ledger
     from planner.report import console, terminal
     from planner.report.progress import Progress
 
     begin(quiet=quiet)
     meeting = run.Rendezvous(endpoint=rdzv_endpoint, node_rank=node_rank, id=rdzv_id)
+    if trace is not None and not re.fullmatch(r"\d+:\d+", trace):
+        raise UsageError(f"--trace {trace!r}: FIRST:END is needed, e.g. 5:8 for steps 5, 6 and 7")
     with Progress("training", quiet=quiet) as progress:
         done = run.execute(
-            directory, steps=steps, resume=resume, evaluate=not no_eval, rendezvous=meeting, ledger=Ledger(ledger), on_event=progress.event
+            directory,
+            steps=steps,
+            resume=resume,
+            evaluate=not no_eval,
+            trace=trace,
+            rendezvous=meeting,
+            ledger=Ledger(ledger),
+            on_event=progress.event,
         )
     if done.entry is None or done.result is None:
         console.say("done; the first host keeps the result")
