@@ -249,7 +249,7 @@ def _consume(
                             slope = p
                         else:
                             p, slope = _activate_both(s, KIND, APPROX)
-                            if CAUSAL or WINDOW:
+                            if CAUSAL or WINDOW:  # noqa: SIM102 (decided when compiling; edge at run time)
                                 if edge:
                                     p = _select(p, start, columns, k_len, shift, window, CAUSAL, WINDOW, M, s_layout)
                                     slope = _select(slope, start, columns, k_len, shift, window, CAUSAL, WINDOW, M, s_layout)

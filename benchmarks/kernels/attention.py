@@ -128,7 +128,10 @@ def _rows(shape: Shape, names: list[str]) -> Iterator[Row]:
     peers = {name: list(pair) for name, pair in shape.peers.items()}
     note = "measured here" + (f"; {shape.note}" if shape.note else "") + ("; other peers: same shape, another run" if peers else "")
     if shape.fa2_here:
-        peers["fa2 varlen (this run)"] = _fa2(shape, q, k, v, grad, edges, q_lengths, k_lengths, amounts, scale)
+        try:
+            peers["fa2 varlen (this run)"] = _fa2(shape, q, k, v, grad, edges, q_lengths, k_lengths, amounts, scale)
+        except (ImportError, RuntimeError, TypeError) as error:
+            note += f"; fa2 varlen did not run: {error}"
     for index, name in enumerate(names):
         yield Row(
             name=name, value=amounts[index] / times[index] / scale, unit="of copy rate" if shape.share else "TFLOPS",
@@ -151,7 +154,7 @@ def _both_directions(attend, inputs, grad) -> tuple[float, float]:
     with torch.no_grad():
         forward = common.seconds(attend)
     out = attend()
-    backward = common.seconds(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
+    backward = common.seconds(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), graph=False)
     return forward, backward
 
 

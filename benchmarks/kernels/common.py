@@ -8,21 +8,24 @@ import torch
 from torch import Tensor
 
 
-def seconds(function: Callable[[], object], *, window: float = 0.1, repeats: int = 40) -> float:
-    """Median seconds of one call, from replays of a CUDA graph of it over about `window` seconds.
+def seconds(function: Callable[[], object], *, graph: bool = True, window: float = 0.1, repeats: int = 40) -> float:
+    """Median seconds of one call over about `window` seconds; the first call compiles. Inputs should exceed the 60 MB L2 cache.
 
-    A graph keeps host launch time out. The first call, outside the graph, compiles. Inputs should exceed the 60 MB L2 cache.
+    With `graph` it replays a CUDA graph, which keeps host launch time out. Without (autograd cannot be captured apart from its forward)
+    the calls queue up, and host time hides only behind kernels that are longer than it.
     """
     function()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = function()  # noqa: F841 (its memory must outlive the replays)
-    graph.replay()
+    call = function
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            kept = function()  # noqa: F841 (its memory must outlive the replays)
+        call = captured.replay
+    call()
     torch.cuda.synchronize()
-    first = _timed(graph.replay)
-    count = max(3, min(repeats, int(window / max(first, 1e-6))))
-    return statistics.median(_timed_many(graph.replay, count))
+    first = _timed(call)
+    return statistics.median(_timed_many(call, max(3, min(repeats, int(window / max(first, 1e-6))))))
 
 
 def _timed(function: Callable[[], object]) -> float:
