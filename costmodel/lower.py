@@ -363,10 +363,11 @@ class _Builder:
                    dtype=w.table.dtype) for w in self.work]
 
     def gather_replicas(self, name: str) -> None:
-        """Fully sharded 2D: the whole shard is gathered from the replicas."""
+        """Fully sharded 2D: the whole shard is gathered from the replicas, for the update with its optimizer state."""
         layout = self.plan.layout
         if layout.fully_sharded_2d and layout.sparse_replicas > 1:
-            self.collective(name, "all_gather", float(self.loads.weights.max()), self.groups["sparse_replicas"], deps=(), waits=True)
+            num_bytes = float(self.loads.weights.max()) + (float(self.loads.state.max()) if "backward" in name else 0.0)
+            self.collective(name, "all_gather", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True)
 
     def forward(self) -> None:
         phase, before = "forward", self.last
@@ -447,14 +448,15 @@ class _Builder:
             self.average_replicas()
 
     def average_replicas(self) -> None:
-        """Plain 2D: all-reduce of weights and state every `sync_every` steps; fully sharded 2D: reduce-scatter of the weights each step."""
+        """Plain 2D: all-reduce of weights and state every `sync_every` steps; fully sharded 2D: reduce-scatter of both each step. 16-bit weights
+        travel as fp32."""
         layout, rank = self.plan.layout, self.rank
         weights, state = float(self.loads.weights[rank]), float(self.loads.state[rank])
-        if layout.fully_sharded_2d:
-            self.collective("tables scatter", "reduce_scatter", weights, self.groups["sparse_replicas"], deps=(), waits=True)
-            return
         wide = sum(float(self.loads.held[t.name][2, rank]) * t.dim * 4.0 for t in self.plan.model.tables if DTYPE_BYTES[t.dtype] < 4)
         num_bytes = weights + state + wide / 2
+        if layout.fully_sharded_2d:
+            self.collective("tables scatter", "reduce_scatter", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True)
+            return
         self.collective("tables average", "all_reduce", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True, share=1.0 / layout.sync_every)
 
     def optimizer(self, reductions: Sequence[int | None]) -> None:

@@ -5,7 +5,7 @@ Legal layouts (docs/search.md has the reasons):
     world = ddp x fsdp = sparse_group x sparse_replicas
     fsdp, sparse_group   fill hosts or divide one: a group that straddles hosts unevenly would wait for its worst link on every
     collective fsdp                 stays inside a zone: parameters are gathered every layer, the spine is too thin for that
-    ep                   1 without experts; else divides fsdp and a host
+    ep                   1: every rank has every expert
     global batch         = local_batch x accumulation x world, exactly
 
 An option that the runtime cannot execute is predict-only and has its reason in `PREDICT_ONLY`; it enters only when the scenario
@@ -56,10 +56,11 @@ PREDICT_ONLY = {
     "ncclx": "NCCLX is not part of PyTorch's releases",
     "copy_engine": "copy-engine collectives are not wired into the runtime",
     "compile": "the runtime does not compile its blocks yet",
+    "ep": "the runtime keeps every expert on every rank",
     "cuda_graph": "the runtime does not capture graphs yet",
-    "fully_sharded_2d": "the runtime has plain 2D only",
-    "sync_every": "the runtime averages replicas at every step",
 }
+DRIFT = "replicas of the tables drift apart between averages, which changes training; pin layout.sync_every to allow it"
+"""Why `sync_every` > 1 is never chosen by itself: it is always faster, and never the same mathematics."""
 RISK = {"fp32": 0.0, "bf16": 1.0, "fp8_block": 2.0, "mxfp8": 2.0, "fp8_row": 2.5, "fp8_tensor": 3.0}
 """Numeric risk of a block under a number format, in bf16 blocks. [Assumed: an ordering by scale granularity, not a
 measurement]"""
@@ -161,7 +162,7 @@ def build_space(scenario: ResolvedScenario) -> Space:
     """Every legal candidate of a scenario. Raises UsageError when pins and exclusions leave nothing, naming them together."""
     log: list[Excluded] = []
     allow = scenario.search.predict_only
-    dense, sparse = _dense(scenario, log), _sparse(scenario, log, allow)
+    dense, sparse = _dense(scenario, log), _sparse(scenario, log)
     batches = _batches(scenario, log)
     jobs = [
         _job_options(scenario, what, known, log, allow)
@@ -222,13 +223,13 @@ def _fits_hosts(size: int, per_host: int) -> bool:
 
 
 def _dense(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int, int]]:
-    """(ddp, fsdp, ep). Expert blocks do not exist yet, so ep stays 1."""
+    """(ddp, fsdp, ep). Experts are not spread over ranks yet, so ep stays 1."""
     cluster, pins = scenario.cluster, scenario.pins.layout
     zone = cluster.scope_size("zone")
     found = []
     if pins.get("ep", 1) != 1:
         raise UsageError(
-            f"scenario {scenario.name}: layout.ep {pins['ep']} needs expert blocks, which model {scenario.model.name} does not have; legal: 1"
+            f"scenario {scenario.name}: layout.ep {pins['ep']}: {PREDICT_ONLY['ep']}; legal: 1"
         )
     for fsdp in divisors(cluster.num_ranks):
         name = f"fsdp {fsdp}"
@@ -243,7 +244,7 @@ def _dense(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, i
     return _or_raise(found, scenario, "fsdp and ddp", [e for e in log if e.what.startswith("fsdp")])
 
 
-def _sparse(scenario: ResolvedScenario, log: list[Excluded], allow: bool) -> list[tuple[int, int, int, int]]:
+def _sparse(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int, int, int]]:
     """(group, replicas, fully_sharded_2d, sync_every)."""
     cluster, pins = scenario.cluster, scenario.pins.layout
     found = []
@@ -260,12 +261,10 @@ def _sparse(scenario: ResolvedScenario, log: list[Excluded], allow: bool) -> lis
                 continue  # one replica has nothing to average or to shard over; fully sharded 2D reduces every step
             if ("fully_sharded_2d" in pins and pins["fully_sharded_2d"] != full) or pins.get("sync_every", sync) != sync:
                 continue
-            for what, on in (("fully_sharded_2d", full), ("sync_every", sync > 1)):
-                if on and not allow and what not in pins:
-                    log.append(Excluded(what=what, why=PREDICT_ONLY[what], kind="predict_only"))
-                    break
-            else:
-                found.append((group, replicas, int(full), sync))
+            if sync > 1 and "sync_every" not in pins:
+                log.append(Excluded(what=f"sync_every {sync}", why=DRIFT, kind="excluded"))
+                continue
+            found.append((group, replicas, int(full), sync))
     return _or_raise(
         found,
         scenario,
@@ -431,11 +430,6 @@ def predict_only_reasons(
         "sharding": set(shardings),
         **{what: {options[what]} for what in ("batching", "transport", "execution")},
     }
-    reasons = [
+    return tuple(
         f"{what} {name}: {PREDICT_ONLY[name]}" for what, names in used.items() for name in sorted(map(str, names)) if name not in EXECUTABLE[what]
-    ]
-    if layout.fully_sharded_2d:
-        reasons.append(f"fully_sharded_2d: {PREDICT_ONLY['fully_sharded_2d']}")
-    if layout.sync_every > 1:
-        reasons.append(f"sync_every {layout.sync_every}: {PREDICT_ONLY['sync_every']}")
-    return tuple(reasons)
+    ) + ((f"ep {layout.ep}: {PREDICT_ONLY['ep']}",) if layout.ep > 1 else ())

@@ -45,7 +45,7 @@ def test_candidates_are_the_enumerated_legal_ones(big, predict_only):
     for g in group:
         for full, sync in itertools.product((False, True), SYNC_EVERY):
             legal = (world // g > 1 or not (full or sync > 1)) and not (full and sync > 1)
-            sparse += legal and (predict_only or not (full or sync > 1))
+            sparse += legal and sync == 1  # averaging less often is another mathematics: only when pinned
     per_rank = scenario.workload.global_batch_on(world) // world
     batches = len([a for a in divisors(per_rank) if a <= 64])
     jobs = len(BATCHINGS) * (3 if predict_only else 1) * (3 if predict_only else 1)
@@ -79,7 +79,7 @@ def test_pins_narrow_and_contradictions_are_named_together(big):
         build_space(_with(big, pins={"batching": "global", "exclude": Exclusions(batching=("global",))}))
     with pytest.raises(UsageError, match="leave no candidate"):
         build_space(_with(big, pins={"layout": {"fsdp": 8}, "exclude": Exclusions(layouts=({"fsdp": 8},))}))
-    with pytest.raises(UsageError, match="needs expert blocks"):
+    with pytest.raises(UsageError, match="every expert on every rank"):
         build_space(_with(big, pins={"layout": {"ep": 2}}))
 
 
@@ -123,8 +123,9 @@ def test_cpu_ranks_talk_gloo_and_gpus_do_not(big):
 
 def test_predict_only_reasons_name_each_option(big):
     candidates = build_space(_with(big, pins={"layout": {"sync_every": 4}})).candidates
+    assert set(candidates["sync_every"]) == {4} and candidates["sparse_replicas"].min() > 1
     options = {**candidates.options(0), "transport": "ncclx"}
     reasons = predict_only_reasons(layout=candidates.layout(0), options=options, precisions=["bf16", "fp8_row"], checkpoints=["none"],
                                    shardings=["table_wise"])
-    assert [r.split(":")[0] for r in reasons] == ["precision fp8_row", "transport ncclx", "sync_every 4"]
+    assert [r.split(":")[0] for r in reasons] == ["precision fp8_row", "transport ncclx"]
     assert set(EXECUTABLE["checkpoint"]) == {"none", "selective", "full"}
