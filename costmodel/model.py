@@ -98,10 +98,14 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """A user history: jagged events of width D through `layers`, then a summary of the mean and the last event."""
+    """A user history: jagged events of width D through `layers`, then a summary of the mean and the last event.
+
+    `next_event`: one of the sequence's tables; every event then also predicts the id of the event after it, by cross entropy over all rows.
+    """
 
     name: str
     layers: tuple[LayerGroup, ...]
+    next_event: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +148,10 @@ class Model:
         for sequence in self.sequences:
             if not any(t.sequence == sequence.name for t in self.tables):
                 raise ValueError(f"sequence {sequence.name}: no table feeds it")
+            fed = [t.name for t in self.tables if t.sequence == sequence.name and t.count == 1]
+            if sequence.next_event is not None and sequence.next_event not in fed:
+                raise ValueError(f"sequence {sequence.name}: next_event {sequence.next_event!r} is none of its single tables "
+                                 f"({', '.join(fed) or 'none'})")
         for what, all_names in (("table", [n for t in self.tables for n in t.names]), ("sequence", names), ("head", [h.name for h in self.heads])):
             twice = sorted({n for n in all_names if all_names.count(n) > 1}) if len(all_names) < 3000 else _duplicates(all_names)
             if twice:
@@ -173,6 +181,10 @@ class Model:
     def sequence_width(self, name: str) -> int:
         """Summed dims of the tables that feed one event of sequence `name`."""
         return sum(t.dim * t.count for t in self.tables if t.sequence == name)
+
+    def table(self, name: str) -> TableGroup:
+        """The table group of that name. Raises KeyError."""
+        return {t.name: t for t in self.tables}[name]
 
     @property
     def num_sparse_parameters(self) -> int:

@@ -13,6 +13,7 @@ once, `e` = bytes of the dtype:
     elementwise       0;            add, mul e 3mn; cat e 2mn  backward add 0, mul e 5mn, cat e 2mn
     segment_mean      0;            e (m + s) n                backward e (m + s) n      mean and last event of every segment
     bce               0;            12m                        backward 12m              logits, labels, weights in fp32
+    cross_entropy     0;            (e + 12) mn                backward the same         logits as fp32, log-probabilities kept in fp32
     unique            0;            32 ids                     ids sorted and made unique, inverse kept
     embedding_lookup  0;            8 ids + e 2 ids dim        backward (spread rows back to unique ones) the same
     embedding_update  0;            8 ids + 4 ids dim + 2 e unique dim + state
@@ -179,6 +180,7 @@ KINDS: dict[str, OpKind] = {
     "segment_mean": OpKind(features=("m", "n", "segments"), phases=_BOTH, variants=("",), flops=_zero,
                            bytes=lambda f, v, e, p: e * (f["m"] + f["segments"]) * f["n"]),
     "bce": OpKind(features=("m",), phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: 12 * f["m"]),
+    "cross_entropy": OpKind(features=_ROW, phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: (e + 12) * f["m"] * f["n"]),
     "cast": OpKind(features=_ROW, phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: (4 + e) * f["m"] * f["n"]),
     "unique": OpKind(features=("ids",), phases=(FORWARD,), variants=("",), flops=_zero, bytes=lambda f, v, e, p: 32 * f["ids"]),
     "fsdp_gather": OpKind(features=("parameters", "tensors"), phases=(STEP,), variants=("",), flops=_zero,

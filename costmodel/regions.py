@@ -1,14 +1,15 @@
 """Regions: the parts of a model that take one precision and one checkpoint policy each, in forward order.
 
-Names: `<sequence>.input`, `<sequence>.<i>` for layer group i, `<sequence>.summary`, `bottom`, `interaction.<i>` for interaction layer i,
-`interaction` (its MLP), `experts.<i>` for expert layer i, `heads`. Interaction and expert layers are one region each, as their shapes differ.
+Names: `<sequence>.input`, `<sequence>.<i>` for layer group i, `<sequence>.summary`, `<sequence>.next` where next events are predicted,
+`bottom`, `interaction.<i>` for interaction layer i, `interaction` (its MLP), `experts.<i>` for expert layer i, `heads`. Interaction and expert
+layers are one region each, as their shapes differ.
 """
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
 
-from costmodel.blocks import EXPERT_BLOCKS, INTERACTION_BLOCKS, Block, Heads, Mlp, SequenceInput, Summary, block_class, known
+from costmodel.blocks import EXPERT_BLOCKS, INTERACTION_BLOCKS, Block, Heads, Mlp, NextEvent, SequenceInput, Summary, block_class, known
 from costmodel.codec import suggest
 from costmodel.model import LayerGroup, Model
 from costmodel.plan import RegionOption, RegionPlan
@@ -56,6 +57,8 @@ def _build(model: Model) -> tuple[Region, ...]:
         for i, group in enumerate(sequence.layers):
             found.append(Region(name=f"{name}.{i}", count=group.count, sequence=name, block=block_class(group)(group, model.dim, name)))
         found.append(Region(name=f"{name}.summary", count=1, sequence=name, block=Summary(name, model.dim)))
+        if sequence.next_event is not None:
+            found.append(Region(name=f"{name}.next", count=1, sequence=name, block=NextEvent(name, model.dim, model.table(sequence.next_event).rows)))
     if model.num_dense_features:
         found.append(Region(name="bottom", count=1, block=Mlp("bottom", model.num_dense_features, model.bottom_hidden, concat=False)))
     width = model.interaction_width

@@ -98,15 +98,15 @@ class StepReport:
 class Trainer:
     """A plan set up on this rank. `losses[i]`: mean loss of step i over the global batch.
 
-    stop: asked after every step; a true answer on any rank ends training on all ranks at the same step.
+    timer: a PhaseTimer that watches more. stop: asked after every step; a true answer on any rank ends training on all ranks at the same step.
     """
 
     def __init__(self, plan: Plan, source: Source, *, device: torch.device, metrics: Metrics | None = None,
-                 stop: Callable[[], bool] = lambda: False) -> None:
+                 stop: Callable[[], bool] = lambda: False, timer: PhaseTimer | None = None) -> None:
         self.plan, self.source, self.device, self._stop = plan, source, device, stop
         self.metrics = metrics or Metrics(None, resume=False, progress=False)
         self.meshes = build_meshes(plan.layout, device)
-        self.timer = PhaseTimer(device)
+        self.timer = timer or PhaseTimer(device)
         torch.manual_seed(plan.seed)
         with device:
             model = GEM(plan.model)
@@ -177,7 +177,7 @@ class Trainer:
         with timer.phase("sparse"):
             leaves = model.embeddings.forward(batch)
         with timer.phase("forward"):
-            loss = task_loss(model.dense(leaves, batch), batch.labels) / self.samples_per_rank
+            loss = model_loss(model.dense(leaves, batch), batch.labels) / self.samples_per_rank
         if tracker is not None:
             tracker.__exit__(None, None, None)
             gathered = memory.storage_ids((*model.dense.parameters(), *batch.tensors()))
@@ -209,7 +209,8 @@ class Trainer:
         entropies = [NormalizedEntropy() for _ in heads]
         for batch in evaluation_batches(self.source, batch=self.plan.local_batch, world_size=self.meshes.world_size, rank=self.meshes.rank):
             batch = batch.to(self.device)
-            logits = self.model.dense(self.model.embeddings.forward(batch), batch).float().cpu().numpy()
+            output = self.model.dense(self.model.embeddings.forward(batch), batch)
+            logits = (output[0] if isinstance(output, tuple) else output).float().cpu().numpy()
             self.model.embeddings.discard()
             labels = batch.labels.cpu().numpy()
             for i, entropy in enumerate(entropies):
@@ -270,6 +271,13 @@ class Trainer:
 def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Binary cross entropy with logits `(B, num_heads)`, summed over samples and tasks, in fp32."""
     return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
+
+
+def model_loss(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    """The tasks' loss, and that of predicted next events where the model has it, summed over samples."""
+    logits, events = output if isinstance(output, tuple) else (output, None)
+    loss = task_loss(logits, labels)
+    return loss if events is None else loss + events
 
 
 def _largest(values: list[float | None]) -> float | None:

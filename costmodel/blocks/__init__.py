@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from costmodel.blocks.attention import BlockAttention, Gdpa, Hstu, SelfAttention
 from costmodel.blocks.base import BatchShape, Block, JaggedShape, Saved, SequenceBlock, activation_dtype
+from costmodel.blocks.cross import DcnCross
 from costmodel.blocks.experts import Experts
 from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
 from costmodel.blocks.interaction import InteractionBlock, InterFormer, Wukong
+from costmodel.blocks.llama import Llama, NextEvent
 from costmodel.codec import suggest
 from costmodel.model import LayerGroup
 
-BLOCKS: dict[str, type[SequenceBlock]] = {cls.kind: cls for cls in (SelfAttention, Gdpa, BlockAttention, Hstu)}
-INTERACTION_BLOCKS: dict[str, type[InteractionBlock]] = {cls.kind: cls for cls in (Wukong, InterFormer)}
+BLOCKS: dict[str, type[SequenceBlock]] = {cls.kind: cls for cls in (SelfAttention, Gdpa, BlockAttention, Hstu, Llama)}
+INTERACTION_BLOCKS: dict[str, type[InteractionBlock]] = {cls.kind: cls for cls in (Wukong, InterFormer, DcnCross)}
 EXPERT_BLOCKS: dict[str, type[Experts]] = {cls.kind: cls for cls in (Experts,)}
 
 
@@ -29,5 +31,5 @@ def block_class(group: LayerGroup) -> type[SequenceBlock]:
     return known(BLOCKS, group, "layer")
 
 
-__all__ = ["BLOCKS", "EXPERT_BLOCKS", "INTERACTION_BLOCKS", "BatchShape", "Block", "Heads", "JaggedShape", "Mlp", "Saved",
+__all__ = ["BLOCKS", "EXPERT_BLOCKS", "INTERACTION_BLOCKS", "BatchShape", "Block", "Heads", "JaggedShape", "Mlp", "NextEvent", "Saved",
            "SequenceBlock", "SequenceInput", "Summary", "activation_dtype", "block_class", "known"]

@@ -185,6 +185,12 @@ def _bce(request: Request, device: torch.device) -> Differentiable:
     return [logits], lambda: task_loss(logits, labels) / m
 
 
+def _cross_entropy(request: Request, device: torch.device) -> Differentiable:
+    m, n = _sizes(request, "m", "n")
+    logits, targets = _random(request, device, m, n), torch.randint(n, (m,), device=device)
+    return [logits], lambda: torch.nn.functional.cross_entropy(logits.float(), targets)
+
+
 def _ids(request: Request, device: torch.device) -> Tensor:
     """`ids` numbers below `rows`, Zipf-distributed; where `unique` is given, about that many different ones (uniform over that many rows)."""
     features, options = dict(request.op.features), dict(request.options)
@@ -250,6 +256,6 @@ _BUILDERS: dict[str, Callable[[Request, str, torch.device], Run]] = {
     "bmm": _differentiable(_bmm),
     "linear": _differentiable(_linear), "layer_norm": _differentiable(_layer_norm), "activation": _differentiable(_activation),
     "elementwise": _elementwise, "cast": _differentiable(_cast), "attention": _differentiable(_attention),
-    "segment_mean": _differentiable(_segment_mean), "bce": _differentiable(_bce),
+    "segment_mean": _differentiable(_segment_mean), "bce": _differentiable(_bce), "cross_entropy": _differentiable(_cross_entropy),
     "embedding_lookup": _embedding_lookup, "embedding_update": _embedding_update, "unique": _unique, "adamw": _adamw,
 }

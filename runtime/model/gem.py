@@ -13,6 +13,7 @@ from costmodel.model import Model
 from costmodel.regions import regions as known_regions
 from costmodel.regions import repeated
 from runtime.batch import Batch
+from runtime.model.llama import NextEvent
 from runtime.model.mlp import MLP, Heads
 from runtime.model.registry import EXPERT_BLOCKS, INTERACTION_BLOCKS, build_block
 from runtime.model.sequence import SequenceEncoder
@@ -21,7 +22,8 @@ __all__ = ["GEM", "build_block"]
 
 
 class GEM(nn.Module):
-    """The dense part of `model`. `forward(embeddings, batch)` -> logits `(B, num_heads)`.
+    """The dense part of `model`. `forward(embeddings, batch)` -> logits `(B, num_heads)`; where a sequence predicts its next events, (logits, their
+    summed loss).
 
     embeddings: table group name -> `(C, B, dim)` for pooled groups, `(C, T, dim)` for those of a sequence. Features enter the interaction in the
     order of the model file: pooled tables, summaries, bottom.
@@ -33,6 +35,7 @@ class GEM(nn.Module):
         self.model = model
         self.sequences = nn.ModuleList(
             SequenceEncoder(model.sequence_width(s.name), model.dim, s.layers) for s in model.sequences)
+        self.next = nn.ModuleDict({s.name: NextEvent(model.dim, model.table(s.next_event).rows) for s in model.sequences if s.next_event})
         self.bottom = MLP(model.num_dense_features, model.bottom_hidden) if model.num_dense_features else None
         self.interaction_layers, width = nn.ModuleList(), model.interaction_width
         for layer in repeated(model.interaction_layers):
@@ -44,21 +47,25 @@ class GEM(nn.Module):
         self.experts = nn.ModuleList(EXPERT_BLOCKS[layer.kind](width, layer) for layer in repeated(model.expert_layers))
         self.heads = Heads(width, [head.hidden for head in model.heads])
 
-    def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Tensor:
+    def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         features = [t for table in self.model.tables if table.pooling != "sequence" for t in embeddings[table.name].unbind(0)]
         histories: dict[str, Tensor] = {}
+        losses: list[Tensor] = []
         for spec, encoder in zip(self.model.sequences, self.sequences):
             parts = [t for table in self.model.tables if table.sequence == spec.name for t in embeddings[table.name].unbind(0)]
             events = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             histories[spec.name], summary = encoder(events, batch.sequence_offsets[spec.name], batch.max_lengths[spec.name])
             features.append(summary)
+            if spec.next_event:
+                losses.append(self.next[spec.name](histories[spec.name], batch.ids[spec.next_event], batch.sequence_offsets[spec.name]))
         if self.bottom is not None:
             features.append(self.bottom(batch.dense))
         features = [f.to(features[-1].dtype) for f in features]
         x_BW = self.interaction(self._interact(torch.cat(features, dim=1), histories, batch))
         for experts in self.experts:
             x_BW = experts(x_BW)
-        return self.heads(x_BW)
+        logits = self.heads(x_BW)
+        return (logits, torch.stack(losses).sum()) if losses else logits
 
     def _interact(self, features_BW: Tensor, histories: dict[str, Tensor], batch: Batch) -> Tensor:
         """The interaction layers over the features as tokens, flattened again."""
@@ -81,6 +88,8 @@ class GEM(nn.Module):
             for i, group in enumerate(encoder.groups):
                 regions[f"{spec.name}.{i}"] = [(group, str(j)) for j in range(len(group))]
             regions[f"{spec.name}.summary"] = [(encoder, "summary")]
+            if spec.next_event:
+                regions[f"{spec.name}.next"] = [(self.next, spec.name)]
         if self.bottom is not None:
             regions["bottom"] = [(self, "bottom")]
         regions |= {f"interaction.{i}": [(self.interaction_layers, str(i))] for i in range(len(self.interaction_layers))}

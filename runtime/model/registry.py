@@ -8,15 +8,17 @@ from __future__ import annotations
 from torch import nn
 
 from costmodel.model import LayerGroup
+from runtime.model.dcn import DcnCross
 from runtime.model.experts import Experts
 from runtime.model.hstu import HSTU
 from runtime.model.interformer import InterFormer
+from runtime.model.llama import Llama
 from runtime.model.self_attention import GDPA, BlockAttention, SelfAttention
 from runtime.model.wukong import Wukong
 
 BLOCKS: dict[str, type[nn.Module]] = {"self_attention": SelfAttention, "gdpa": GDPA, "block_attention": BlockAttention,
-                                      "hstu": HSTU}
-INTERACTION_BLOCKS: dict[str, type[nn.Module]] = {"wukong": Wukong, "interformer": InterFormer}
+                                      "hstu": HSTU, "llama": Llama}
+INTERACTION_BLOCKS: dict[str, type[nn.Module]] = {"wukong": Wukong, "interformer": InterFormer, "dcn_cross": DcnCross}
 EXPERT_BLOCKS: dict[str, type[nn.Module]] = {"moe": Experts}
 
 

@@ -17,6 +17,7 @@ LAYERS: dict[str, tuple[LayerGroup, ...]] = {
     "wukong": (WUKONG, LayerGroup(kind="wukong", mlp_dim=24, options={"num_fm": 4, "num_linear": 2, "rank": 4, "mlp_layers": 3, "compressed": 1})),
     "interformer": (INTERFORMER, LayerGroup(kind="interformer", heads=1, head_dim=16, sequence="history", activation="silu", divisor=2.0, window=4,
                                             num_queries=1, causal=False, options={"summary_tokens": 3, "recent": 1})),
+    "dcn_cross": (LayerGroup(kind="dcn_cross", options={"layers": 3, "rank": 5}), LayerGroup(kind="dcn_cross", options={"layers": 1, "rank": 8})),
     "moe": (MOE,),
 }
 

@@ -32,6 +32,10 @@ LAYERS: dict[str, tuple[LayerGroup, ...]] = {
         LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=50.0),
         LayerGroup(kind="hstu", heads=1, head_dim=8, divisor=7.0),
     ),
+    "llama": (
+        LayerGroup(kind="llama", heads=4, head_dim=8, mlp_dim=48, options={"kv_heads": 2}),
+        LayerGroup(kind="llama", heads=2, head_dim=16, mlp_dim=32, window=3, options={"kv_heads": 2}),
+    ),
 }
 
 TABLES = (

@@ -11,11 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from costmodel import blocks as costs
 from costmodel.blocks import BatchShape, JaggedShape
+from costmodel.model import Sequence
 from costmodel.ops import BACKWARD, FORWARD
 from costmodel.regions import regions
 from runtime.checkpointing import apply_checkpointing
 from runtime.memory import StorageTracker, storage_ids
 from runtime.model import BLOCKS, GEM, build_block
+from runtime.trainer import model_loss, task_loss
 
 LENGTHS = ([3, 0, 17, 1], [8], [5, 5, 70, 2, 9, 0])
 KINDS = sorted(set(BLOCKS) | set(costs.BLOCKS))
@@ -129,3 +131,29 @@ def test_whole_model(lengths, changes, counted):
         gem(embeddings, batch)
     expected = sum(r.count * r.block.flops(shapes(lengths), FORWARD) for r in found)
     assert counter.get_total_flops() - counted.excess == expected
+
+
+def test_next_events(counted):
+    """A sequence that predicts its next events: regions, parameters, FLOPs and saved bytes of the head; the loss against its definition."""
+    lengths = [30, 0, 17, 1]
+    spec = models.model(sequences=(Sequence(name="history", layers=models.LAYERS["llama"], next_event="item"),))
+    gem, found, batch = GEM(spec), {r.name: r for r in regions(spec)}, models.batch(spec, lengths)
+    assert list(gem.regions()) == list(found)
+    head, cost = gem.next["history"], found["history.next"].block
+    assert sorted(tuple(p.shape) for p in head.parameters()) == sorted(shape for _, shape in cost.parameters)
+    x = torch.randn(sum(lengths), spec.dim, requires_grad=True)
+    arguments = (x, batch.ids["item"], batch.sequence_offsets["history"])
+    head(*arguments)
+    with StorageTracker() as tracker, FlopCounterMode(display=False) as counter:
+        loss = head(*arguments)
+    assert counter.get_total_flops() == cost.flops(shapes(lengths))
+    kept = tracker.alive_bytes(storage_ids([*head.parameters(), *arguments[1:], x, loss])) + x.nbytes
+    assert kept == pytest.approx(cost.saved_bytes(shapes(lengths), "fp32", "none"), rel=0.03)
+    log_p, ids = head.logits(head.norm(x)).log_softmax(1), batch.ids["item"]
+    each = [-log_p[i, ids[i + 1]] for i in [*range(29), *range(30, 46)]]
+    torch.testing.assert_close(loss, torch.stack(each).mean() * len(lengths))
+    embeddings = {t.name: torch.randn(t.count, sum(lengths) if t.sequence else len(lengths), t.dim) for t in spec.tables}
+    logits, events = gem(embeddings, batch)
+    assert logits.shape == (4, 2) and model_loss((logits, events), batch.labels) == task_loss(logits, batch.labels) + events
+    with pytest.raises(ValueError, match="next_event 'tag' is none of its single tables"):
+        models.model(sequences=(Sequence(name="history", layers=models.LAYERS["llama"], next_event="tag"),))

@@ -33,7 +33,7 @@ def inputs(kind: str, dtype: torch.dtype = torch.float32) -> tuple:
     if kind == "moe":
         return (torch.randn(len(LENGTHS), layers.DIM, dtype=dtype, requires_grad=True),)
     tokens = torch.randn(len(LENGTHS), layers.TOKENS, layers.FEATURE_DIM, dtype=dtype, requires_grad=True)
-    if kind == "wukong":
+    if kind in ("wukong", "dcn_cross"):
         return (tokens,)
     events = torch.randn(sum(LENGTHS), layers.DIM, dtype=dtype, requires_grad=True)
     return tokens, events, torch.tensor([0, *LENGTHS]).cumsum(0), max(LENGTHS)
