@@ -223,9 +223,8 @@ def model_flops(plan: Plan) -> float:
 
 
 def needs_fsdp(plan: Plan) -> bool:
-    """Whether the runtime wraps blocks with FSDP2: not one rank that computes in fp32 or eagerly."""
-    lowered = any(o.precision != "fp32" for r in plan.regions for o in r.options)
-    return plan.layout.world_size > 1 or (lowered and plan.execution != "eager")
+    """Whether the runtime wraps blocks with FSDP2: not on one rank."""
+    return plan.layout.world_size > 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ Gradients are averaged over all ranks. The ddp axis is reduced by a hook of ours
 mathematics is the same and the wait can be timed.
 
 Precision: `fp32` computes in fp32. `bf16` keeps parameters, gradients' reduction and optimizer in fp32; the block's parameters are cast to
-bf16 when gathered, its floating inputs on entry. One rank that runs eagerly is not wrapped: `runtime.mixed_precision` casts a block's parameters.
+bf16 when gathered, its floating inputs on entry. One rank is not wrapped: `runtime.mixed_precision` casts a block's parameters there.
 
 `batching: padded` computes every history of a micro-batch at the length of the longest (`runtime.model.sequence`); other policies only
 choose which rank trains which samples (`runtime.balance`).
@@ -66,25 +66,32 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
         for encoder in model.sequences:
             encoder.pad()
     blocks = block_options(model, plan)
+    if plan.execution not in ("eager", "compile"):
+        raise ValueError(f"execution {plan.execution!r} is not executable; the runtime has eager, compile")
     wrapped = needs_fsdp(plan)
     for block, option in blocks:
-        if not wrapped and option.precision != "fp32":
-            compute_in(block, PARAM_DTYPES[option.precision])
-        apply_checkpointing(block, option.checkpoint)
-    if plan.execution == "compile":
-        for block, _ in blocks:
-            block.compile(dynamic=True)
-    elif plan.execution != "eager":
-        raise ValueError(f"execution {plan.execution!r} is not executable; the runtime has eager, compile")
+        _transform(block, option, compiled=plan.execution == "compile", cast=not wrapped and option.precision != "fp32")
     if wrapped:
         _fully_shard(model, blocks, plan=plan, meshes=meshes, timer=timer)
     return Parallelized(dense=model, embeddings=embeddings)
 
 
+def _transform(block: nn.Module, option: RegionOption, *, compiled: bool, cast: bool) -> None:
+    """Checkpointing, compilation and, with `cast`, precision of one block. What runs again in backward must find parameters cast as well: eagerly the
+    cast is inside the checkpoint; a compiled block keeps what it needs in its graph, and the cast stays outside the compiler."""
+    if cast and not compiled:
+        compute_in(block, PARAM_DTYPES[option.precision])
+    apply_checkpointing(block, option.checkpoint)
+    if compiled and not cast:
+        block.compile(dynamic=True)
+    elif compiled:
+        block.forward = torch.compile(block.forward, dynamic=True)
+        compute_in(block, PARAM_DTYPES[option.precision])
+
+
 def needs_fsdp(plan: Plan) -> bool:
-    """One rank has nothing to gather or to reduce; only compiled blocks in bf16 are wrapped there for FSDP2's casts."""
-    lowered = any(o.precision != "fp32" for r in plan.regions for o in r.options)
-    return plan.layout.world_size > 1 or (lowered and plan.execution != "eager")
+    """One rank has nothing to gather or to reduce."""
+    return plan.layout.world_size > 1
 
 
 def block_options(model: GEM, plan: Plan) -> list[tuple[nn.Module, RegionOption]]:
