@@ -87,6 +87,8 @@ class BatchBound:
 
     def __init__(self, template: Plan, calibration: Calibration | None, *, batchings: Sequence[str], transports: Sequence[str],
                  executions: Sequence[str], loads: Callable[[Plan, dict[str, float]], TableLoads] = table_loads) -> None:
+        if template.exchange != "rows":
+            raise ValueError(f"candidates: exchange {template.exchange!r} is not searched, only rows")
         self.template, self.calibration, self.loads = template, calibration, loads
         self.codes = {"batching": tuple(batchings), "transport": tuple(transports), "execution": tuple(executions)}
         self.gpu = template.cluster.device.kind == "gpu"

@@ -331,6 +331,8 @@ class _Builder:
     @property
     def payload(self) -> float:
         """Bytes an element on the wire."""
+        if self.plan.wire is not None:
+            return dtype_bytes(self.plan.wire)
         return 2.0 if all(t.dtype == "bf16" for t in self.plan.model.tables) else 4.0
 
     def sparse_forward(self) -> None:
@@ -341,6 +343,9 @@ class _Builder:
             self.compute("lookup", self.pricer.ops(ops, FORWARD), "sparse")
             return
         group = self.groups["sparse_group"]
+        if self.plan.exchange == "pooled":
+            self.pooled_forward(group)
+            return
         self.compute("unique ids", self.pricer.ops([op("unique", ids=w.ids) for w in self.work], FORWARD), "sparse")
         # one count a shard: a few bytes, all latency
         self.collective("counts", "all_to_all", 8.0 * len(self.plan.tables) * 2, group, deps=(), waits=True)
@@ -351,6 +356,14 @@ class _Builder:
         self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
         self.collective("embeddings", "all_to_all", self.wire_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
         self.compute("spread", self.pricer.ops(self._spread(), FORWARD), "sparse")
+
+    def pooled_forward(self, group: GroupShape) -> None:
+        """Every id goes to its owner, who sends one row a bag back; sizes are known beforehand, so the host reads none."""
+        self.collective("ids", "all_to_all", 8.0 * sum(w.ids for w in self.work), group, deps=(), waits=True)
+        served = [op("embedding_lookup", variant=_variant(w), ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
+                     tables=1, dtype=w.table.dtype) for w in self.work if w.served_rows]
+        self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
+        self.collective("embeddings", "all_to_all", self.wire_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
 
     @property
     def wire_bytes(self) -> float:
@@ -432,7 +445,8 @@ class _Builder:
     def sparse_backward(self, last_microbatch: bool) -> None:
         layout = self.plan.layout
         if layout.sparse_group > 1:
-            self.compute("gather gradients", self.pricer.ops(self._spread(), BACKWARD), "sparse")
+            if self.plan.exchange == "rows":
+                self.compute("gather gradients", self.pricer.ops(self._spread(), BACKWARD), "sparse")
             self.collective("gradients", "all_to_all", self.wire_bytes, self.groups["sparse_group"], deps=(), waits=True, max_over_mean=self.skewed)
         if not last_microbatch:
             return

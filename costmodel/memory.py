@@ -10,10 +10,11 @@ Every parameter `(d0, ...)` is sharded on d0 over the fsdp group, padded: ceil(d
                            whole shard of the tables in flight from the gather to the lookup and the update
     saved_activations      per region and checkpoint policy (costmodel/blocks/base.py), of one micro-batch, and what the tables keep for
                            backward: their outputs; with an exchange also the unique rows and every id's place among them
-    unsharded_parameters   fsdp > 1: gathered parameters in their compute dtype; two neighbouring blocks when resharded after forward,
-                           else all of them from their forward to their backward; plus the unsharded gradient of one block
+    unsharded_parameters   gathered parameters (fsdp > 1) or copies (below fp32) in their compute dtype; two neighbouring blocks when resharded
+                           after forward, else, and on one rank, all of them from their forward to their backward; plus the unsharded
+                           gradient of one block
     input                  `INPUT_BATCHES` batches in the pipeline: int64 ids and offsets, fp32 dense features and labels
-    buffers                rows and gradients on the wire, and the communicators' own buffers (GPU)
+    buffers                rows and gradients on the wire; on a GPU also the communicators' own buffers and the libraries' workspaces
     overhead               CUDA context and the allocator's slack: from the calibration, else assumed
 
     forward end = parameters + optimizer + tables + table_state + input + buffers + all saved + unsharded
@@ -32,7 +33,7 @@ from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.calibration import Calibration
 from costmodel.model import DTYPE_BYTES
 from costmodel.ops import dtype_bytes
-from costmodel.plan import Plan
+from costmodel.plan import Layout, Plan
 from costmodel.quantity import Quantity, Source
 from costmodel.regions import Region, regions
 from costmodel.sparse import TableLoads, expected_unique, ids_per_table
@@ -47,6 +48,8 @@ CONTEXT_BYTES = 0.9e9
 ALLOCATOR_OVERHEAD = 0.08
 # Buffers of one NCCL communicator [Assumed: 32 channels x 8.4 MB, send and receive]; dense, sparse group and replicas have one each.
 COMMUNICATOR_BYTES = 0.27e9
+# Workspaces that cuBLAS keeps for the forward and for the backward thread [Assumed where not measured: 32 MiB each on Hopper].
+LIBRARY_BYTES = 67e6
 _INTERVAL: dict[Source, float] = {"measured": 0.03, "interpolated": 0.05, "extrapolated": 0.10, "roofline": 0.10, "assumed": 0.15}
 
 
@@ -82,7 +85,7 @@ def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoi
     low = dtype_bytes(activation_dtype(precision))
     return BlockMemory(region=region.name, saved=block.saved_bytes(batch, precision, checkpoint),
                        whole=block.saved_bytes(batch, precision, "none"), workspace=block.workspace_bytes(batch, precision),
-                       unsharded=low * block.num_parameters if fsdp > 1 else 0.0, sharded=4.0 * block.sharded_elements(fsdp))
+                       unsharded=low * block.num_parameters if fsdp > 1 or precision != "fp32" else 0.0, sharded=4.0 * block.sharded_elements(fsdp))
 
 
 def block_memories(plan: Plan, batch: BatchShape) -> list[BlockMemory]:
@@ -112,7 +115,7 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
         tables, state = tables / plan.layout.sparse_replicas, state / plan.layout.sparse_replicas
     inputs = INPUT_BATCHES * input_bytes(plan, batch)
     gpu = plan.cluster.device.kind == "gpu"
-    buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * _communicators(plan) if gpu else 0.0)
+    buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * _communicators(plan) + _library_bytes(calibration) if gpu else 0.0)
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
     embeddings = embedding_bytes(plan, batch)
     dense, phase = _dense_peak(blocks, embeddings, plan)
@@ -132,9 +135,15 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
                   reserved=Quantity.relative(reserved, width, width, source), fits=reserved <= limit)
 
 
+def keeps_unsharded(layout: Layout) -> bool:
+    """Whether parameters as they are computed with stay from forward to backward: where the layout says so, and on one rank, whose copies autograd
+    keeps."""
+    return not layout.reshard_after_forward or layout.world_size == 1
+
+
 def _unsharded(blocks: list[BlockMemory], plan: Plan) -> float:
     """The most unsharded parameters at once, and one block's unsharded gradient."""
-    if not plan.layout.reshard_after_forward:
+    if keeps_unsharded(plan.layout):
         return sum(b.unsharded for b in blocks) + max(b.unsharded for b in blocks)
     pairs = [a.unsharded + b.unsharded for a, b in itertools.pairwise(blocks)]
     return max(pairs, default=blocks[0].unsharded) + max(b.unsharded for b in blocks)
@@ -142,7 +151,7 @@ def _unsharded(blocks: list[BlockMemory], plan: Plan) -> float:
 
 def _dense_peak(blocks: list[BlockMemory], embeddings: float, plan: Plan) -> tuple[float, str]:
     """(bytes over the resting ones, phase) of the largest moment from the end of forward through backward."""
-    keep = not plan.layout.reshard_after_forward
+    keep = keeps_unsharded(plan.layout)
     gradients = sum(b.sharded for b in blocks) if plan.accumulation > 1 else 0.0
     saved, unsharded = sum(b.saved for b in blocks) + embeddings, sum(b.unsharded for b in blocks) if keep else 0.0
     best, phase = saved + unsharded + gradients, "forward"
@@ -170,7 +179,7 @@ def input_bytes(plan: Plan, batch: BatchShape) -> float:
 def embedding_bytes(plan: Plan, batch: BatchShape) -> float:
     """What the lookups of one micro-batch keep until their backward."""
     tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
-    exchanged, total = plan.layout.sparse_group > 1, 0.0
+    exchanged, total = plan.layout.sparse_group > 1 and plan.exchange == "rows", 0.0
     for table in plan.model.tables:
         ids = ids_per_table(table, batch.samples, tokens)
         width = table.dim * DTYPE_BYTES[table.dtype]
@@ -186,6 +195,10 @@ def exchange_bytes(plan: Plan, loads: TableLoads) -> float:
     if plan.layout.sparse_group == 1:
         return 0.0
     return 4.0 * float(loads.served.max(initial=0.0)) + 4.0 * float(loads.served.mean())
+
+
+def _library_bytes(calibration: Calibration | None) -> float:
+    return calibration.constants.get("library_bytes", LIBRARY_BYTES) if calibration is not None else LIBRARY_BYTES
 
 
 def _communicators(plan: Plan) -> int:

@@ -124,7 +124,9 @@ class Plan:
     """One executable (or predict-only) training job. `fingerprints`: content hashes of cluster, model, workload and calibration.
 
     `prediction` is an encoded `costmodel.estimate.Estimate`; `predict_only` lists reasons why no code here can execute the plan (empty: executable);
-    `search` holds the certificate (status, gaps) where a search made it.
+    `search` holds the certificate (status, gaps) where a search made it. `exchange`: what a rank is sent of pooled tables, distinct `rows` (the
+    runtime) or bags `pooled` by their owner, one row a bag and row-wise shard (HugeCTR, torchrec); `wire`: number format of what is sent (default:
+    the tables').
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -138,6 +140,8 @@ class Plan:
     batching: Batching = "jagged"
     transport: str = "nccl"
     execution: Literal["eager", "compile", "cuda_graph"] = "eager"
+    exchange: Literal["rows", "pooled"] = "rows"
+    wire: Literal["fp32", "bf16", "fp16"] | None = None
     regions: tuple[RegionPlan, ...]
     tables: tuple[TablePlacement, ...]
     seed: int = 0

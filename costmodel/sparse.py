@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 
 import numpy as np
 
@@ -98,38 +99,92 @@ def state_bytes(table: TableGroup, rows: float, width: float) -> float:
 def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
     """What every rank of a sparse group holds and serves. Raises ValueError unless each table of the model is placed exactly once."""
     group = plan.layout.sparse_group
-    placements = _placed_once(plan.model, plan.tables)
     weights, state, host, served = (np.zeros(group) for _ in range(4))
     held: dict[str, np.ndarray] = {}
-    for table in plan.model.tables:
+    for table, alike in _placed_alike(plan):
         each, ids = DTYPE_BYTES[table.dtype], ids_per_table(table, plan.local_batch, tokens)
         rows_of = held[table.name] = np.zeros((4, group))
-        for name in table.names:
-            placement = placements[name]
-            zipf = skew(table, name, plan.workload)
-            unique = group * expected_unique(table.rows, zipf, ids)
+        pools = plan.exchange == "pooled" and table.sequence is None
+        for (sharding, zipf, _), placed in alike.items():
+            # an owner that pools looks up every id, repeated or not
+            unique = group * (ids if plan.exchange == "pooled" else expected_unique(table.rows, zipf, ids))
             distinct = expected_unique(table.rows, zipf, ids * group * plan.accumulation)
-            ranks, rows, width = _cut(placement, table, group)
+            shards, rows, width = _spread(sharding, placed, table, group)
             share = rows / table.rows
-            values = np.stack([unique * share, unique * share * width, rows, distinct * share])
-            if placement.sharding == "data_parallel":
-                values[:2] /= group
-            np.add.at(rows_of, (slice(None), ranks), values)
-            np.add.at(served, ranks, values[1])
-            np.add.at(host if placement.sharding == "host_cached" else weights, ranks, rows * width * each)
-            np.add.at(state, ranks, state_bytes(table, 1.0, width) * rows)
+            found = np.stack([unique * share, unique * share * width, rows, distinct * share])
+            sent = found[1]
+            if sharding == "data_parallel":
+                found[:2] /= group
+            elif pools:
+                sent = group * plan.local_batch * width * shards
+            rows_of += found
+            served += sent if not (pools and sharding == "data_parallel") else 0.0
+            if sharding == "host_cached":
+                host += rows * width * each
+            else:
+                weights += rows * width * each
+            state += state_bytes(table, 1.0, width) * rows
     return TableLoads(weights=weights, state=state, host_weights=host, served=served, held=held)
 
 
-def _cut(placement: TablePlacement, table: TableGroup, group: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """(rank of each shard, its rows, width of every shard)."""
-    if placement.sharding in ("row_wise", "table_row_wise") and not placement.ranks:
-        step = -(-table.rows // group)
-        rows = np.clip(table.rows - step * np.arange(group), 0, step).astype(np.float64)
-        return np.arange(group), rows, float(table.dim)
-    shards = placement.shards(table.rows, table.dim, group)
-    return (np.array([s.rank for s in shards]), np.array([float(s.row_end - s.row_begin) for s in shards]),
-            float(shards[0].col_end - shards[0].col_begin))
+def _spread(sharding: str, placed: tuple[tuple[tuple[int, ...], int], ...], table: TableGroup, group: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Of tables of one group under one sharding, `(ranks, how many)` each: (shards, rows of all of them) by rank `(G,)`, and the width of a shard.
+    Column shards of one group must have one width: `_placed_alike` keeps others apart."""
+    shards, rows = np.zeros(group), np.zeros(group)
+    width = float(table.dim)
+    if sharding in ("table_wise", "host_cached"):
+        np.add.at(shards, np.array([ranks[0] if ranks else 0 for ranks, _ in placed]), np.array([float(count) for _, count in placed]))
+        return shards, table.rows * shards, width
+    for ranks, count in placed:
+        at = np.array(ranks) if ranks else np.arange(group)
+        if sharding == "column_wise":
+            if table.dim % len(at):
+                raise ValueError(f"table {table.name}: dim {table.dim} does not divide into {len(at)} column shards")
+            width = table.dim / len(at)
+        each = np.full(len(at), float(table.rows))
+        if sharding in ("row_wise", "table_row_wise"):
+            step = -(-table.rows // len(at))
+            each = np.clip(table.rows - step * np.arange(len(at)), 0, step).astype(np.float64)
+        np.add.at(rows, at, count * each)
+        np.add.at(shards, at, count * (each > 0))
+    return shards, rows, width
+
+
+_Alike = tuple[tuple[TableGroup, dict[tuple[str, float, int | None], tuple[tuple[tuple[int, ...], int], ...]]], ...]
+_alike: dict[tuple[int, int, int, int], tuple[object, object, object, _Alike]] = {}
+
+
+def _placed_alike(plan: Plan) -> _Alike:
+    """Of every table group: (sharding, skew, column shards) -> (ranks, how many tables) of what is placed so. Kept by the identity of model, tables and workload."""
+    group = plan.layout.sparse_group
+    key = (id(plan.model), id(plan.tables), id(plan.workload), group)
+    if key not in _alike:
+        if len(_alike) >= 64:
+            _alike.clear()
+        _alike[key] = (plan.model, plan.tables, plan.workload, _alike_of(plan, group))
+    return _alike[key][3]
+
+
+def _alike_of(plan: Plan, group: int) -> _Alike:
+    placements, found = _placed_once(plan.model, plan.tables), []
+    for table in plan.model.tables:
+        counted: dict[tuple[str, float], dict[tuple[int, ...], int]] = defaultdict(lambda: defaultdict(int))
+        columns: set[int] = set()
+        for name in table.names:
+            one = placements[name]
+            if one.ranks and not 0 <= min(one.ranks) <= max(one.ranks) < group:
+                raise ValueError(f"table {name}: ranks {min(one.ranks)} to {max(one.ranks)} are outside its sparse group of {group}")
+            counted[(one.sharding, skew(table, name, plan.workload))][one.ranks] += 1
+            if one.sharding == "column_wise":
+                columns.add(len(one.ranks) or group)
+        split = {}
+        for (sharding, zipf), ranks in counted.items():
+            for width in columns if sharding == "column_wise" else (None,):
+                part = tuple((r, n) for r, n in ranks.items() if width is None or (len(r) or group) == width)
+                if part:
+                    split[(sharding, zipf, width)] = part
+        found.append((table, split))
+    return tuple(found)
 
 
 def _placed_once(model: Model, placements: tuple[TablePlacement, ...]) -> dict[str, TablePlacement]:

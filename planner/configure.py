@@ -64,6 +64,8 @@ def predict_only(plan: Plan) -> tuple[str, ...]:
     used += [("sharding", t.sharding) for t in plan.tables]
     used += [("batching", plan.batching), ("transport", plan.transport), ("execution", plan.execution)]
     reasons = {f"{what} {name}: {PREDICT_ONLY.get(name, 'not executable')}" for what, name in used if name not in EXECUTABLE[what]}
+    if plan.exchange != "rows" or plan.wire is not None:
+        reasons.add("exchange: the runtime sends distinct rows in the tables' number format")
     if plan.layout.fully_sharded_2d:
         reasons.add(f"fully_sharded_2d: {PREDICT_ONLY['fully_sharded_2d']}")
     return tuple(sorted(reasons))
