@@ -1,0 +1,397 @@
+"""Planted constraints: are they named, is the planted amount found again, and how fast are diagnosis, report and record?
+
+    python -m benchmarks.diagnose [--only simulated|ranks|speed|waterfall] [--resume]
+
+Simulated cases change one thing of a scenario and compare the accounting of both steps; the planted amount is the difference of the two step times.
+Cases on CPU ranks train with a planted fault (benchmarks/planted.py), are traced, and diagnosed from the trace; the planted amount was timed where
+it was planted. Uneven lengths and padding plant no time that could be timed: their amount is what the ranks' own clocks show, said in the note.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import results
+from costmodel.accounting import COMMUNICATION, Accounting, simulated
+from costmodel.launch import environment
+from costmodel.plan import Plan
+from costmodel.workload import EventSource, Lengths
+from planner.configure import default_plan
+from planner.diagnose import diagnose
+from planner.scenario import load_scenario
+
+RANKS = 2
+EVENTS = 10_000_000
+TRACE_BYTES = 200_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """name, the constraint that must be named, the categories in which the planted time must show."""
+
+    name: str
+    constraint: str
+    categories: tuple[str, ...]
+    plan: Callable[[], Plan]
+    base: Callable[[], Plan]
+
+
+def plan_of(scenario: str) -> Plan:
+    return default_plan(load_scenario(scenario, with_variants=False))[0]
+
+
+def _tier(plan: Plan, name: str, factor: float) -> Plan:
+    tiers = tuple(dataclasses.replace(t, bandwidth=t.bandwidth / factor) if t.name == name else t for t in plan.cluster.tiers)
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, tiers=tiers))
+
+
+def _device(plan: Plan, **changes) -> Plan:
+    device = dataclasses.replace(plan.cluster.device, **changes)
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device))
+
+
+def _checkpointed(plan: Plan) -> Plan:
+    regions = tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(o, checkpoint="full") for o in r.options)) for r in plan.regions)
+    return dataclasses.replace(plan, regions=regions)
+
+
+def _even(plan: Plan) -> Plan:
+    """Every history as long as the mean; no slow hosts and no jitter: a job whose ranks are alike."""
+    lengths = {n: Lengths(kind="fixed", maximum=max(1, round(spec.mean()))) for n, spec in plan.workload.lengths.items()}
+    reliability = dataclasses.replace(plan.cluster.reliability, slow_node_probability=0.0, slow_node_factor=1.0, step_jitter=0.0)
+    return dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, lengths=lengths),
+                               cluster=dataclasses.replace(plan.cluster, reliability=reliability))
+
+
+def _lengths(plan: Plan, **changes) -> Plan:
+    lengths = {n: dataclasses.replace(spec, **changes) for n, spec in plan.workload.lengths.items()}
+    return dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, lengths=lengths))
+
+
+def _slow_hosts(plan: Plan) -> Plan:
+    reliability = dataclasses.replace(plan.cluster.reliability, slow_node_probability=0.05, slow_node_factor=1.4)
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, reliability=reliability))
+
+
+def _tiny_on_gpu() -> Plan:
+    """A model of 64 channels on an H200: launches take longer than kernels."""
+    small, host = plan_of("quickstart"), plan_of("gem-1xh200")
+    plan = dataclasses.replace(host, model=small.model, workload=dataclasses.replace(small.workload, global_batch=None, local_batch=64),
+                               local_batch=64, regions=small.regions, tables=tuple(dataclasses.replace(t, sharding="table_wise", ranks=(0,))
+                                                                                    for t in small.tables))
+    return plan
+
+
+def simulated_cases() -> list[Case]:
+    """Each plants one thing in a job that is otherwise healthy."""
+    one, eight, zone = (lambda name=name: _even(plan_of(name)) for name in ("gem-1xh200", "gem-8xh200", "gem-512xh200"))
+    roomy = Lengths(kind="lognormal", maximum=4096, median=600.0, sigma=1.0)
+    uneven = lambda: _lengths(_even(plan_of("gem-8xh200")), kind="lognormal", median=300.0, sigma=1.6, maximum=8192)
+    bandwidth = one().cluster.device.memory_bandwidth
+    cases = [
+        Case(name="narrow NVLink", constraint="communication:nvlink", categories=(COMMUNICATION + "nvlink",), base=eight,
+             plan=lambda: _tier(eight(), "nvlink", 60.0)),
+        *(Case(name=f"narrow {name}", constraint=f"communication:{name}", categories=(COMMUNICATION,), base=zone,
+               plan=lambda name=name: _tier(zone(), name, 12.0)) for name in ("rdma", "spine")),
+        Case(name="slow HBM", constraint="hbm_bandwidth", categories=("memory_bound", "compute"), base=one,
+             plan=lambda: _device(one(), memory_bandwidth=bandwidth / 12)),
+        Case(name="small HBM: all recomputed", constraint="hbm_capacity", categories=("recompute",), base=one, plan=lambda: _checkpointed(one())),
+        Case(name="slow copies from the host", constraint="input", categories=("input",), base=one,
+             plan=lambda: _device(one(), host_link_bandwidth=0.05e9)),
+        Case(name="tiny kernels", constraint="host", categories=("host",), base=lambda: dataclasses.replace(_tiny_on_gpu(), execution="cuda_graph"),
+             plan=_tiny_on_gpu),
+        Case(name="skewed lengths", constraint="load_balance", categories=("straggler_wait",), plan=lambda: dataclasses.replace(
+            uneven(), local_batch=16), base=lambda: dataclasses.replace(uneven(), local_batch=16, batching="global")),
+        Case(name="padding", constraint="load_balance", categories=("padding", "straggler_wait"), plan=lambda: dataclasses.replace(
+            _lengths(one(), **{f.name: getattr(roomy, f.name) for f in dataclasses.fields(roomy)}), batching="padded"),
+            base=lambda: _lengths(one(), **{f.name: getattr(roomy, f.name) for f in dataclasses.fields(roomy)})),
+        Case(name="slow hosts", constraint="synchronisation", categories=("synchronisation",), base=zone, plan=lambda: _slow_hosts(zone())),
+        Case(name="nothing planted", constraint="compute", categories=(), base=one, plan=one),
+    ]
+    return cases
+
+
+def _in(accounting: Accounting, categories: tuple[str, ...]) -> float:
+    return sum(v for n, v in accounting.seconds.items() if any(n.startswith(c) if c.endswith(":") else n == c for c in categories))
+
+
+def run_simulated() -> tuple[list[results.Row], list[tuple[str, bool, float, float | None]]]:
+    rows, verdicts = [], []
+    for case in simulated_cases():
+        found, base = simulated(case.plan(), None), simulated(case.base(), None)
+        planted = found.step - base.step
+        recovered = None
+        if case.categories and planted > 0:
+            recovered = (_in(found, case.categories) - _in(base, case.categories)) / planted
+        verdicts.append((f"simulated: {case.name}", found.binding == case.constraint, found.unattributed, recovered))
+        rows += _case_rows(f"simulated: {case.name}", case.constraint, found, recovered,
+                           f"step {base.step * 1e3:.1f} -> {found.step * 1e3:.1f} ms; {_relief(found)}")
+    return rows, verdicts
+
+
+def _relief(found: Accounting) -> str:
+    return ", ".join(f"{n} {v / found.step:.1%}" for n, v in list(found.relief().items())[:3])
+
+
+def _case_rows(name: str, constraint: str, found: Accounting, recovered: float | None, note: str) -> list[results.Row]:
+    rows = [results.Row(name=f"{name}: named {constraint}", value=float(found.binding == constraint), unit="", target=1.0,
+                        note=f"named {found.binding}; {note}"),
+            results.Row(name=f"{name}: unattributed", value=100 * found.unattributed, unit="% of the step", target=3.0, better="lower")]
+    if recovered is not None:
+        rows.append(results.Row(name=f"{name}: planted amount found", value=100 * abs(recovered - 1), unit="% off", target=10.0, better="lower",
+                                note=f"{recovered:.3f} of what was planted"))
+    return rows
+
+
+# --- CPU ranks ---
+
+def rank_plans() -> dict[str, Plan]:
+    """Small models on two ranks, each table on every rank's own shard; lengths are fixed unless they are what is planted."""
+    plan = plan_of("quickstart")
+    fixed = {name: Lengths(kind="fixed", maximum=40) for name in plan.workload.lengths}
+    mixed = {name: Lengths(kind="uniform", minimum=1, maximum=100) for name in plan.workload.lengths}
+    source = EventSource(kind="synthetic", num_events=20_000)
+
+    def with_lengths(lengths: dict[str, Lengths], **changes) -> Plan:
+        workload = dataclasses.replace(plan.workload, lengths=lengths, source=source, num_steps=20, global_batch=RANKS * 64)
+        made = dataclasses.replace(plan, workload=workload, local_batch=64, transport="gloo", **changes)
+        return dataclasses.replace(made, fingerprints=made.expected_fingerprints())
+    plans = {name: with_lengths(fixed) for name in ("healthy", "slow_reader", "slow_rank", "tiny_kernels", "slow_link")}
+    plans |= {"uneven_lengths": with_lengths(mixed), "jagged": with_lengths(mixed), "padded": with_lengths(mixed, batching="padded")}
+    return plans
+
+
+EXPECTED = {"slow_reader": ("input", ("input",)), "slow_rank": ("synchronisation", ("synchronisation", "straggler_wait")),
+            "tiny_kernels": ("host", ("host", "memory_bound")), "slow_link": ("communication:loopback", (COMMUNICATION,)),
+            "uneven_lengths": ("load_balance", ("straggler_wait", "synchronisation")), "padded": ("load_balance", ("padding",))}
+
+
+def run_ranks(folder: Path) -> tuple[list[results.Row], list[tuple[str, bool, float, float | None]]]:
+    plans = folder / "plans"
+    plans.mkdir(parents=True, exist_ok=True)
+    made = rank_plans()
+    for name, plan in made.items():
+        plan.save(plans / f"{name}.json")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m", "benchmarks.planted", str(plans),
+               str(folder)]
+    subprocess.run(command, env={**os.environ, **environment(next(iter(made.values())).cluster)}, check=True, stdout=sys.stderr)
+    found = {name: diagnose(folder / name) for name in made}
+    rows, verdicts = [], []
+    for name, (constraint, categories) in EXPECTED.items():
+        base = found["jagged" if name in ("padded", "uneven_lengths") else "healthy"].measured
+        measured = found[name].measured
+        assert measured is not None and base is not None
+        planted, how = _planted(folder, name, found)
+        recovered = (_in(measured, categories) - _in(base, categories)) / planted if planted > 0 else None
+        verdicts.append((f"ranks: {name}", measured.binding == constraint, measured.unattributed, recovered))
+        rows += _case_rows(f"ranks: {name}", constraint, measured, recovered,
+                           f"{planted * 1e3:.1f} ms planted in a step of {measured.step * 1e3:.1f} ms, {how}; {_relief(measured)}")
+    healthy = found["healthy"].measured
+    assert healthy is not None
+    verdicts.append(("ranks: nothing planted", True, healthy.unattributed, None))
+    rows.append(results.Row(name="ranks: nothing planted: unattributed", value=100 * healthy.unattributed, unit="% of the step", target=3.0,
+                            better="lower", note=f"named {healthy.binding}; {_relief(healthy)}"))
+    return rows, verdicts
+
+
+def _planted(folder: Path, name: str, found: dict) -> tuple[float, str]:
+    """(seconds a step, how they are known)."""
+    ranks = [json.loads((folder / name / f"rank-{r}.json").read_text()) for r in range(RANKS)]
+    if name == "uneven_lengths":
+        own = [_own(found[name], rank) for rank in range(RANKS)]
+        base = [_own(found["jagged"], rank) for rank in range(RANKS)]
+        return (max(own) - min(own)) - abs(base[0] - base[1]), "the ranks' difference in time outside of waits"
+    if name == "padded":
+        other = [json.loads((folder / "jagged" / f"rank-{r}.json").read_text()) for r in range(RANKS)]
+        untraced = [statistics.mean(r["untraced_step_s"] for r in side) for side in (ranks, other)]
+        return untraced[0] - untraced[1], "untraced step against the same samples without padding"
+    return max(r["planted_s"] for r in ranks), "timed where it was planted"
+
+
+def _own(found, rank: int) -> float:
+    steps = [r for ranks in found.steps for r in ranks if r.rank == rank]
+    return statistics.mean(s.end - s.begin - sum(b - a for a, b in s.waits) for s in steps)
+
+
+# --- speed ---
+
+def _child(code: str, *arguments: str) -> tuple[float, float, str]:
+    """(wall seconds, peak bytes, stdout) of a Python process of its own."""
+    program = f"{code}\nimport resource\nprint('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - start
+    text, _, peak = done.stdout.rpartition("peak ")
+    return seconds, float(peak), text
+
+
+def run_record(folder: Path, events: int = EVENTS) -> list[results.Row]:
+    """Events of users whose activity is Pareto distributed, one time stamp each, in Parquet."""
+    import pandas as pd
+
+    rng = np.random.default_rng(0)
+    user = ((rng.pareto(1.2, events) + 1) * 700).astype(np.int64) % 150_000
+    frame = pd.DataFrame({"user_id": user, "item_id": rng.zipf(1.2, events) % 3_000_000, "timestamp": np.arange(events)})
+    path, out = folder / "events.parquet", folder / "recorded.yaml"
+    frame.to_parquet(path, row_group_size=1 << 20, index=False)
+    code = ("import sys\nfrom pathlib import Path\nfrom planner import record\n"
+            "record.save(record.record([sys.argv[1]], max_history=4000), Path(sys.argv[2]))")
+    seconds, peak, _ = _child(code, str(path), str(out))
+    truth = np.minimum(frame.groupby("user_id").cumcount().to_numpy(), 4000) + 1
+    rows = np.loadtxt(folder / "recorded-history.csv", delimiter=",", skiprows=1)
+    recorded = Lengths(kind="histogram", minimum=1, maximum=4001, values=tuple(rows[:, 0].astype(int).tolist()), weights=tuple(rows[:, 1].tolist()))
+    drawn = recorded.sample(np.random.default_rng(1), 500_000)
+    counts = [np.cumsum(np.bincount(v, minlength=4002)) / len(v) for v in (truth, drawn)]
+    note = f"{events:,} events, {len(np.unique(user)):,} users, own process with imports"
+    return [results.Row(name="record: time", value=seconds, unit="s", target=20.0, better="lower", note=note),
+            results.Row(name="record: peak memory", value=peak / 2**30, unit="GiB", target=1.0, better="lower", note=note),
+            results.Row(name="record: KS of drawn lengths", value=float(np.abs(counts[0] - counts[1]).max()), unit="", target=0.01, better="lower",
+                        note="500,000 lengths drawn from the recorded histogram against all source lengths")]
+
+
+def write_trace(path: Path, size: int) -> dict[str, float]:
+    """A GPU trace of at least `size` bytes in the profiler's form; returns the planted seconds by category of the middle step."""
+    per_step, ts, correlation = 20_000, 0.0, 0
+    planted: dict[str, float] = {}
+    with path.open("w") as out:
+        out.write('{"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 8}, "traceEvents": [\n')
+        step = 0
+        while out.tell() < size:
+            begin, lines, planted = ts, [], {"compute": 0.0, "memory_bound": 0.0, "communication:link": 0.0, "host": 0.0}
+            for i in range(per_step):
+                kind = ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>")[i % 2]
+                length, gap = (20.0, 0.0) if i % 2 == 0 else (8.0, 2.0)
+                correlation += 1
+                lines.append(f'{{"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 7, "tid": 7, "ts": {ts - 3:.3f}, "dur": 2.5, '
+                             f'"args": {{"External id": {correlation}, "cbid": 211, "correlation": {correlation}}}}}')
+                lines.append(f'{{"ph": "X", "cat": "kernel", "name": "{kind}", "pid": 0, "tid": 7, "ts": {ts:.3f}, "dur": {length}, "args": '
+                             f'{{"External id": {correlation}, "queued": 0, "device": 0, "context": 1, "stream": 7, "correlation": {correlation}, '
+                             f'"registers per thread": 168, "shared memory": 213120, "blocks per SM": 1.0, "warps per SM": 12.0, '
+                             f'"grid": [132, 1, 1], "block": [384, 1, 1], "est. achieved occupancy %": 19}}}}')
+                planted["compute" if i % 2 == 0 else "memory_bound"] += length * 1e-6
+                planted["host"] += gap * 1e-6
+                ts += length + gap
+                if i % 1000 == 999:  # an all-gather that the device waits for
+                    lines.append(f'{{"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", '
+                                 f'"pid": 0, "tid": 20, "ts": {ts:.3f}, "dur": 3000.0, "args": {{"device": 0, "stream": 20, "Group size": 8}}}}')
+                    planted["communication:link"] += 3000e-6
+                    ts += 3000.0
+            for name, first, last in (("phase:forward", begin + 1, ts - 1), (f"step:{step}", begin, ts)):
+                lines.append(f'{{"ph": "X", "cat": "user_annotation", "name": "{name}", "pid": 7, "tid": 7, "ts": {first:.3f}, '
+                             f'"dur": {last - first:.3f}}}')
+            out.write(",\n".join(lines) + ",\n")
+            step += 1
+        out.write('{"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "ts": 0, "args": {"name": "python"}}\n], "traceName": "made.json"}\n')
+    return planted
+
+
+def run_trace(folder: Path) -> list[results.Row]:
+    path = folder / "made.json"
+    planted = write_trace(path, TRACE_BYTES)
+    code = "import json, sys\nfrom planner.diagnose import diagnose, to_json\nprint(json.dumps(to_json(diagnose(sys.argv[1]))))"
+    seconds, peak, text = _child(code, str(path))
+    measured = json.loads(text)["measured"]
+    worst = max(abs(measured["seconds"].get(n, 0.0) / v - 1) for n, v in planted.items())
+    note = f"{path.stat().st_size / 1e6:.0f} MB, own process with imports"
+    return [results.Row(name="trace: time to diagnose", value=seconds, unit="s", target=60.0, better="lower", note=note),
+            results.Row(name="trace: peak memory", value=peak / 2**30, unit="GiB", target=2.0, better="lower", note=note),
+            results.Row(name="trace: planted categories found", value=100 * worst, unit="% off, the worst", target=10.0, better="lower",
+                        note=", ".join(f"{n} {v * 1e3:.1f} ms" for n, v in planted.items()))]
+
+
+def run_report(folder: Path) -> list[results.Row]:
+    from planner import api
+
+    result, _ = api.search("gem-512xh200", time_limit=5.0)
+    api.save_plan(result.plan, folder)
+    from planner.report.tables import write_rows
+
+    write_rows(folder / "candidates.parquet", list(result.candidates))
+    seconds, _, _ = _child("import sys\nfrom planner.report.page import build\nbuild(sys.argv[1])", str(folder))
+    size = (folder / "report.html").stat().st_size
+    return [results.Row(name="report of a 512-GPU plan: time", value=seconds, unit="s", target=5.0, better="lower",
+                        note="report.html and timeline.json.gz, own process with imports"),
+            results.Row(name="report of a 512-GPU plan: size", value=size / 1e6, unit="MB", target=6.0, better="lower",
+                        note=f"timeline.json.gz {(folder / 'timeline.json.gz').stat().st_size / 1e3:.0f} kB")]
+
+
+VARIANTS = """
+name: waterfall
+cluster: 8xh200
+model: gem-small
+workload: gem-small
+search: {time_limit: 3 s, gap: 0.001}
+variants:
+  - {name: NVLink x2, set: {cluster.tiers.nvlink.bandwidth: 900 GB/s}}
+  - {name: shorter histories, set: {workload.lengths.history.median: 300.0}}
+  - {name: more memory bandwidth, set: {cluster.device.memory_bandwidth: 9.6 TB/s}}
+"""
+
+
+def run_waterfall(folder: Path) -> list[results.Row]:
+    from costmodel.estimate import estimate
+    from planner import calibrate
+    from planner.scenario import combined
+    from planner.waterfall import waterfall
+
+    path = folder / "waterfall.yaml"
+    path.write_text(VARIANTS)
+    names = [v.name for v in load_scenario(path).variants]
+    everything = combined(path, names)
+    calibration = calibrate.find(everything.cluster).calibration
+    full = estimate(default_plan(everything)[0], calibration).step_time.value
+    pinned = waterfall(path, search=False)
+    from planner.search import search
+
+    searched = waterfall(path, time_limit=3.0)
+    alone = search(everything, calibration=calibration, time_limit=3.0).plan.prediction["step_time"]["value"]
+    ends = (pinned.steps[-1].step_time_s, searched.steps[-1].step_time_s)
+    assert ends[0] is not None and ends[1] is not None
+    return [results.Row(name="waterfall: end against the full change's own estimate", value=100 * abs(ends[0] / full - 1), unit="%", target=1e-6,
+                        better="lower", note=f"pinned configuration; {pinned.summary}"),
+            results.Row(name="waterfall: end against the full change's own search", value=100 * abs(ends[1] / alone - 1), unit="%", target=1.0,
+                        better="lower", note=f"each bar searched for 3 s; {searched.summary}")]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.diagnose", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=("simulated", "ranks", "speed", "waterfall"), action="append")
+    parser.add_argument("--resume", action="store_true", help="keep rows of parts that are not measured now")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    options = parser.parse_args(arguments)
+    parts = options.only or ["simulated", "ranks", "speed", "waterfall"]
+    rows: list[results.Row] = []
+    with tempfile.TemporaryDirectory(prefix="diagnose-") as name:
+        folder = Path(name)
+        for part, make in (("simulated", run_simulated), ("ranks", lambda: run_ranks(folder / "ranks"))):
+            if part in parts:
+                found, verdicts = make()
+                planted = [v for v in verdicts if "nothing planted" not in v[0]]
+                missed = [n for n, ok, _, _ in planted if not ok]
+                rows.append(results.Row(name=f"{part}: planted constraints named", value=float(len(planted) - len(missed)), unit=f"of {len(planted)}",
+                                        target=float(len(planted)), note=f"missed: {', '.join(missed)}" if missed else "all"))
+                rows += found
+        if "speed" in parts:
+            rows += run_record(folder) + run_trace(folder) + run_report(folder)
+        if "waterfall" in parts:
+            rows += run_waterfall(folder)
+    path = results.write("diagnose", rows, command="python -m benchmarks.diagnose", title="Diagnosis of planted constraints",
+                         intro=__doc__.split("\n\n", 1)[1], resume=options.resume, out=options.out)
+    print(path)
+    return 0 if all(row.passed is not False for row in rows) else 4
+
+
+if __name__ == "__main__":
+    sys.exit(main())
