@@ -19,6 +19,7 @@ import numpy as np
 from planner.errors import UsageError
 
 _CHUNK = 1 << 22
+_LONGEST_HEADER = 1 << 24
 _KEPT_ARGUMENTS = ("stream", "correlation")
 _GROUP_ARGUMENTS = ("Collective name", "Group size", "Process Group Description", "Process Group Ranks")
 
@@ -155,15 +156,17 @@ class _Source:
     def header(self, path: Path) -> dict[str, Any]:
         """What precedes the events; a bare list of events has none."""
         self._more()
-        start = self._text.lstrip()
-        if start.startswith("["):
+        start = self._text.lstrip()[:1]
+        if start == "[":
             self._at = self._text.index("[") + 1
             return {}
-        place = self._text.find('"traceEvents"')
-        while place < 0 and len(self._text) < 4 * _CHUNK and self._more():
+        place, opening = -1, -1
+        while opening < 0:
             place = self._text.find('"traceEvents"')
-        opening = self._text.find("[", place) if place >= 0 else -1
-        if not start.startswith("{") or opening < 0:
+            opening = self._text.find("[", place) if place >= 0 else -1
+            if len(self._text) > _LONGEST_HEADER or (opening < 0 and not self._more()):
+                break
+        if start != "{" or opening < 0:
             raise TraceError(f"{path}: not a torch.profiler trace (JSON with `traceEvents` is needed)")
         try:
             header = json.loads(self._text[:place].rstrip().rstrip(",") + "}")
