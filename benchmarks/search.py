@@ -3,6 +3,7 @@
 Parts can be run one by one (`--only scale placement ...`) and merge into the file. `--torchrec PYTHON` names the interpreter of an environment with
 TorchRec (see benchmarks/torchrec_peer.py); without it that comparison is left out.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,9 +34,10 @@ LINK = {"host": 450e9, "network": 50e9}
 
 # --- scenarios ---
 
+
 def run_scenario(name: str, predict_only: bool, gap: float | None) -> dict:
     """One search in a process of its own: wall and CPU seconds, peak memory, certificate."""
-    code = ("import json,sys,benchmarks.search as b; print(json.dumps(b.timed_search(*json.loads(sys.argv[1]))))")
+    code = "import json,sys,benchmarks.search as b; print(json.dumps(b.timed_search(*json.loads(sys.argv[1]))))"
     done = subprocess.run([sys.executable, "-c", code, json.dumps([name, predict_only, gap])], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
@@ -49,25 +51,47 @@ def timed_search(name: str, predict_only: bool, gap: float | None) -> dict:
     wall, cpu = time.perf_counter(), time.process_time()
     result = search(scenario, time_limit=120.0, gap=gap)
     certificate = result.certificate
-    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            "gap": certificate.gap, "milp_gap": certificate.milp_gap, "candidates": certificate.candidates, "status": certificate.status,
-            "solved": certificate.solved, "simulated": certificate.simulated}
+    return {
+        "wall": time.perf_counter() - wall,
+        "cpu": time.process_time() - cpu,
+        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "gap": certificate.gap,
+        "milp_gap": certificate.milp_gap,
+        "candidates": certificate.candidates,
+        "status": certificate.status,
+        "solved": certificate.solved,
+        "simulated": certificate.simulated,
+    }
 
 
 def scale() -> Iterator[Row]:
     """The bundled scenarios."""
     load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    for name, predict_only, gap, limit, aim in (("gem-4096xb200", True, 0.03, 10.0, 3.0), ("gem-512xh200", False, None, 4.0, None),
-                                                ("quickstart", False, None, 1.0, None)):
+    for name, predict_only, gap, limit, aim in (
+        ("gem-4096xb200", True, 0.03, 10.0, 3.0),
+        ("gem-512xh200", False, None, 4.0, None),
+        ("quickstart", False, None, 1.0, None),
+    ):
         found = run_scenario(name, predict_only, gap)
-        note = (f"measured here, {load}; {found['candidates']:,} candidates, {found['solved']} programs, {found['simulated']} simulated, "
-                f"{found['status']}")
+        note = (
+            f"measured here, {load}; {found['candidates']:,} candidates, {found['solved']} programs, {found['simulated']} simulated, "
+            f"{found['status']}"
+        )
         yield Row(name=f"{name}: search", value=found["wall"], unit="s", target=limit, aim=aim, better="lower", note=note)
         yield Row(name=f"{name}: search, CPU time", value=found["cpu"], unit="s", better="lower", note=note)
         yield Row(name=f"{name}: peak memory", value=found["gib"], unit="GiB", target=1.0, better="lower", note="measured here")
-        yield Row(name=f"{name}: incumbent over lowest open bound", value=100 * found["gap"], unit="%", target=3.0, aim=1.0, better="lower",
-                  note="measured here; certified, placement and simulation included")
-        yield Row(name=f"{name}: gap of the integer program", value=100 * found["milp_gap"], unit="%", target=0.1, better="lower", note="read from HiGHS")
+        yield Row(
+            name=f"{name}: incumbent over lowest open bound",
+            value=100 * found["gap"],
+            unit="%",
+            target=3.0,
+            aim=1.0,
+            better="lower",
+            note="measured here; certified, placement and simulation included",
+        )
+        yield Row(
+            name=f"{name}: gap of the integer program", value=100 * found["milp_gap"], unit="%", target=0.1, better="lower", note="read from HiGHS"
+        )
         if predict_only:
             yield Row(name=f"{name}: candidates", value=found["candidates"], unit="", target=100_000, note="counted")
 
@@ -85,7 +109,9 @@ def bounds() -> Iterator[Row]:
     first_bounds(Pricing(scenario, space, None))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     peers = {"Calculon": 105.0, "SimuMax": 40.0}
-    note = f"measured here, load average {os.getloadavg()[0]:.1f}; {len(space.candidates):,} candidates in {wall:.2f} s, {cpu:.2f} s CPU; peers: published facts"
+    note = (
+        f"measured here, load {os.getloadavg()[0]:.1f}; {len(space.candidates):,} candidates in {wall:.2f} s, {cpu:.2f} s CPU; peers: published facts"
+    )
     yield Row(name="candidates bounded", value=len(space.candidates) / wall, unit="1/s", target=200_000, aim=1_000_000, peers=peers, note=note)
     yield Row(name="candidates bounded per CPU second", value=len(space.candidates) / cpu, unit="1/s", note=note)
 
@@ -108,8 +134,13 @@ def exhaustive(count: int, most: int = 400) -> Iterator[Row]:
         feasible += best is not None
         plans += number
         done += 1
-    yield Row(name=f"equal to exhaustive enumeration of simulated time, of {count}", value=float(equal), unit="instances", target=float(count),
-              note=f"{plans:,} plans simulated; {feasible} instances feasible")
+    yield Row(
+        name=f"equal to exhaustive enumeration of simulated time, of {count}",
+        value=float(equal),
+        unit="instances",
+        target=float(count),
+        note=f"{plans:,} plans simulated; {feasible} instances feasible",
+    )
 
 
 def _num_plans(scenario: ResolvedScenario) -> int:
@@ -121,11 +152,14 @@ def _num_plans(scenario: ResolvedScenario) -> int:
     space = build_space(scenario)
     pricing = Pricing(scenario, space, None)
     blocks = math.prod(math.comb(pricing.blocks[n] + len(c) - 1, len(c) - 1) for n, c in space.regions.items())
-    return sum(blocks * math.prod(math.comb(len(t.tables) + k - 1, k - 1) for t in pricing.tied for k in [len(pricing.choices(t, int(g)))])
-               for g in space.candidates["sparse_group"])
+    return sum(
+        blocks * math.prod(math.comb(len(t.tables) + k - 1, k - 1) for t in pricing.tied for k in [len(pricing.choices(t, int(g)))])
+        for g in space.candidates["sparse_group"]
+    )
 
 
 # --- tables alone ---
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -146,7 +180,8 @@ def row_seconds(width: int) -> float:
 
 
 def shard_seconds(problem: Problem, ids: float, rows: int, row_share: float, width: int, replicated: bool) -> float:
-    """The one formula: rows that a shard serves for all ranks, read, and sent over the slowest link; the update reads and writes them again. A replicated table
+    """The one formula: rows that a shard serves for all ranks, read, and sent over the slowest link; the update reads and writes them again.
+    A replicated table
     serves its own rank and all-reduces its gradient."""
     link = LINK["host"] if problem.ranks <= problem.per_host else LINK["network"]
     if replicated:
@@ -158,7 +193,9 @@ def shard_seconds(problem: Problem, ids: float, rows: int, row_share: float, wid
 def table_options(problem: Problem, rows: int, dim: int, ids: float) -> list[ShardingOption]:
     def option(name: str, shards: int, share: float, width: int, spread: str = "ranks", replicated: bool = False) -> ShardingOption:
         memory = rows * (1.0 if replicated else share) * (width * 4 + 4)
-        return ShardingOption(name=name, num_shards=shards, seconds=shard_seconds(problem, ids, rows, share, width, replicated), memory=memory, spread=spread)
+        return ShardingOption(
+            name=name, num_shards=shards, seconds=shard_seconds(problem, ids, rows, share, width, replicated), memory=memory, spread=spread
+        )
 
     found = [option("table_wise", 1, 1.0, dim), option("data_parallel", problem.ranks, 1.0, dim, "all", True)]
     found += [option(f"column_wise{n}", n, 1.0, dim // n) for n in (2, 4) if dim % n == 0 and dim // n >= 32 and n <= problem.ranks]
@@ -173,9 +210,14 @@ def problems() -> list[Problem]:
     with DCNV2.open(newline="") as stream:
         dcn = tuple((r["item"], int(r["rows"]), int(r["dim"]), float(r["multi_hot"])) for r in csv.DictReader(stream))
     rng = np.random.default_rng(0)
-    many = tuple((f"t{k}", int(rng.lognormal(12.5, 1.5)) + 10, int(rng.choice([64, 128, 256])), float(np.ceil(rng.lognormal(1.0, 1.0)))) for k in range(1000))
-    return [Problem(name="26 DCNv2 tables on 8 ranks", tables=dcn, ranks=8), Problem(name="26 DCNv2 tables on 64 ranks", tables=dcn, ranks=64),
-            Problem(name="1,000 tables on 256 ranks", tables=many, ranks=256)]
+    many = tuple(
+        (f"t{k}", int(rng.lognormal(12.5, 1.5)) + 10, int(rng.choice([64, 128, 256])), float(np.ceil(rng.lognormal(1.0, 1.0)))) for k in range(1000)
+    )
+    return [
+        Problem(name="26 DCNv2 tables on 8 ranks", tables=dcn, ranks=8),
+        Problem(name="26 DCNv2 tables on 64 ranks", tables=dcn, ranks=64),
+        Problem(name="1,000 tables on 256 ranks", tables=many, ranks=256),
+    ]
 
 
 def ours(problem: Problem) -> tuple[TablesPlan, float]:
@@ -205,25 +247,51 @@ def placement(torchrec: str | None) -> Iterator[Row]:
         excess = float(plan.placement.excess.max())
         yield Row(name=f"{problem.name}: time", value=seconds, unit="s", target=3.0, better="lower")
         yield Row(name=f"{problem.name}: heaviest rank over max(mean, largest shard)", value=100 * excess, unit="%", target=2.0, better="lower")
-        yield Row(name=f"{problem.name}: heaviest rank over the bound of any sharding", value=100 * (plan.heaviest / plan.bound - 1), unit="%", better="lower")
+        yield Row(
+            name=f"{problem.name}: heaviest rank over the bound of any sharding",
+            value=100 * (plan.heaviest / plan.bound - 1),
+            unit="%",
+            better="lower",
+        )
         if torchrec is None:
             continue
-        request = {"world_size": problem.ranks, "local_world_size": problem.per_host, "hbm_bytes": problem.memory, "hbm_bandwidth": 4.8e12,
-                   "intra_bandwidth": LINK["host"], "inter_bandwidth": LINK["network"], "batch": problem.batch, "timeout_s": 240,
-                   "tables": [{"name": n, "rows": r, "dim": d, "ids_per_sample": i} for n, r, d, i in problem.tables]}
+        request = {
+            "world_size": problem.ranks,
+            "local_world_size": problem.per_host,
+            "hbm_bytes": problem.memory,
+            "hbm_bandwidth": 4.8e12,
+            "intra_bandwidth": LINK["host"],
+            "inter_bandwidth": LINK["network"],
+            "batch": problem.batch,
+            "timeout_s": 240,
+            "tables": [{"name": n, "rows": r, "dim": d, "ids_per_sample": i} for n, r, d, i in problem.tables],
+        }
         done = subprocess.run([torchrec, str(Path(__file__).parent / "torchrec_peer.py")], input=json.dumps(request), capture_output=True, text=True)
         answer = json.loads(done.stdout) if done.returncode == 0 and done.stdout else {"error": done.stderr[-500:], "seconds": None}
         if "error" in answer:
             yield Row(name=f"{problem.name}: TorchRec", value=None, unit="s", note=f"no plan: {answer['error'][:200]}")
             continue
         theirs = rescored(problem, answer)
-        yield Row(name=f"{problem.name}: sparse time of the plan", value=1e3 * plan.heaviest, unit="ms", better="lower", target=1e3 * theirs,
-                  peers={"TorchRec 1.8.0": 1e3 * theirs}, note="both plans rescored by one formula that charges narrow rows")
-        yield Row(name=f"{problem.name}: speed-up over TorchRec's planner", value=answer["seconds"] / seconds, unit="x",
-                  target=20.0 if len(problem.tables) == 1000 else None, note=f"TorchRec {answer['seconds']:.1f} s, here {seconds:.3f} s, same machine")
+        yield Row(
+            name=f"{problem.name}: sparse time of the plan",
+            value=1e3 * plan.heaviest,
+            unit="ms",
+            better="lower",
+            target=1e3 * theirs,
+            peers={"TorchRec 1.8.0": 1e3 * theirs},
+            note="both plans rescored by one formula that charges narrow rows",
+        )
+        yield Row(
+            name=f"{problem.name}: speed-up over TorchRec's planner",
+            value=answer["seconds"] / seconds,
+            unit="x",
+            target=20.0 if len(problem.tables) == 1000 else None,
+            note=f"TorchRec {answer['seconds']:.1f} s, here {seconds:.3f} s, same machine",
+        )
 
 
 # --- growth ---
+
 
 def growth(out: Path) -> Iterator[Row]:
     """Search time against ranks, tables and regions; with a plot where matplotlib is installed."""
@@ -238,15 +306,22 @@ def growth(out: Path) -> Iterator[Row]:
         seconds = time.perf_counter() - start
         series[kind].append((size, seconds))
         certificate = result.certificate
-        return Row(name=f"growth: {size:,} {kind}", value=seconds, unit="s", better="lower",
-                   note=f"gap {100 * certificate.gap:.2f} %, {certificate.candidates:,} candidates, {certificate.status}")
+        return Row(
+            name=f"growth: {size:,} {kind}",
+            value=seconds,
+            unit="s",
+            better="lower",
+            note=f"gap {100 * certificate.gap:.2f} %, {certificate.candidates:,} candidates, {certificate.status}",
+        )
 
     small = load_scenario("gem-8xh200", with_variants=False)
     for hosts in (1, 8, 64, 512, 4096, 8192):
         cluster = dataclasses.replace(base.cluster, num_hosts=hosts, hosts_per_zone=min(16, hosts))
         yield run("GPUs", hosts * 8, dataclasses.replace(small, cluster=cluster))
     for count in (10, 100, 1000, 10_000):
-        tables = tuple(dataclasses.replace(t, count=max(1, count - 4) if t.pooling != "sequence" else t.count, rows=100_000) for t in small.model.tables)
+        tables = tuple(
+            dataclasses.replace(t, count=max(1, count - 4) if t.pooling != "sequence" else t.count, rows=100_000) for t in small.model.tables
+        )
         yield run("tables", count, dataclasses.replace(small, model=dataclasses.replace(small.model, name=f"tables-{count}", tables=tables)))
     for count in (1, 8, 32, 64):
         layer = dataclasses.replace(small.model.sequences[0].layers[0], count=1)
@@ -280,15 +355,27 @@ def main() -> None:
     parser.add_argument("--torchrec", metavar="PYTHON")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     arguments = parser.parse_args()
-    parts = {"scale": scale, "bounds": bounds, "exhaustive": lambda: exhaustive(arguments.instances),
-             "placement": lambda: placement(arguments.torchrec), "growth": lambda: growth(arguments.out)}
+    parts = {
+        "scale": scale,
+        "bounds": bounds,
+        "exhaustive": lambda: exhaustive(arguments.instances),
+        "placement": lambda: placement(arguments.torchrec),
+        "growth": lambda: growth(arguments.out),
+    }
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for name in arguments.only or parts:
         for row in parts[name]():
             print(f"{row.name}: {row.value if row.value is None else f'{row.value:.5g}'} {row.unit}", file=sys.stderr)
             rows.append(row)
-    write("search", rows, command=f"python -m benchmarks.search {' '.join(sys.argv[1:])}".strip(), title="Search", resume=bool(arguments.only), out=arguments.out)
+    write(
+        "search",
+        rows,
+        command=f"python -m benchmarks.search {' '.join(sys.argv[1:])}".strip(),
+        title="Search",
+        resume=bool(arguments.only),
+        out=arguments.out,
+    )
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ durations of whatever options a plan has, bounds that plan too:
     step >= constant + sum over regions r, options o of count(r, o) x coefficient(r, o) + slope x (load - 1)
 
 where for each kind of task the coefficient counts the sweeps (forward or backward of a micro-batch) in which the chain passes all blocks of the
-region, times the option's duration; blocks of a sweep that it passes only in part are charged at the cheapest option. `load` is the heaviest rank's share of table rows over the mean. Nothing here
+region, times the option's duration; blocks of a sweep that it passes only in part are charged at the cheapest option. `load` is the heaviest
+rank's share of table rows over the mean. Nothing here
 knows what a step consists of: a change of the lowering changes the graphs, and the bounds follow.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -43,9 +45,11 @@ _NEVER = float("-inf")
 
 
 def critical_chain(graph: StepGraph) -> tuple[float, list[tuple[int, str]]]:
-    """(lower bound of the simulated step [s], its terms): each term is a task index and what of it the chain is charged; the terms add up to the bound.
+    """(lower bound of the simulated step [s], its terms): each term is a task index and what of it the chain is charged; the terms add up to
+    the bound.
 
-    Between milestones p before q, the ends of regions and phases, a step takes at least the longest path from p to q, and at least the compute in between plus what the
+    Between milestones p before q, the ends of regions and phases, a step takes at least the longest path from p to q, and at least the
+    compute in between plus what the
     collectives that run after p and before q take of it. Never below `costmodel.simulate.bound`, which allows paths from the begin only.
     """
     tasks = graph.tasks
@@ -62,7 +66,7 @@ def critical_chain(graph: StepGraph) -> tuple[float, list[tuple[int, str]]]:
     least: dict[int, tuple[float, int, bool]] = {-1: (0.0, -1, False)}
     for at, q in enumerate(milestones[1:], start=1):
         found = (_NEVER, -1, False)
-        for p in dict.fromkeys((-1, *milestones[max(0, at - WINDOW):at])):
+        for p in dict.fromkeys((-1, *milestones[max(0, at - WINDOW) : at])):
             ends = paths[p][1]
             for value, worked in ((ends[compute[q]] if q < len(compute) else max(ends), False), (charge.between(p, q), True)):
                 if least[p][0] + value > found[0]:
@@ -89,7 +93,8 @@ def _stops(tasks: Sequence[Task], compute: list[int]) -> list[int]:
 
 
 def _paths_from(tasks: Sequence[Task], root: int, until: int) -> tuple[list[float], list[float]]:
-    """(start, end) of tasks before `until` on their longest paths from the end of task `root` (-1: the begin of the step), -inf where there is none."""
+    """(start, end) of tasks before `until` on their longest paths from the end of task `root` (-1: the begin of the step), -inf where there
+    is none."""
     start, end = [_NEVER] * len(tasks), [_NEVER] * len(tasks)
     free: dict[str, float] = {}
     host = begin = 0.0 if root < 0 else _NEVER
@@ -164,7 +169,7 @@ class _Contention:
         return float(self.before[min(q + 1, len(self.compute))] - self.before[p + 1] + self.taken[self.inside(p, q)].sum())
 
     def terms(self, p: int, q: int) -> list[tuple[int, str]]:
-        work = [(i, SECONDS) for i in self.compute[p + 1:min(q + 1, len(self.compute))]]
+        work = [(i, SECONDS) for i in self.compute[p + 1 : min(q + 1, len(self.compute))]]
         return work + [(self.lossy[k], TAKEN) for k in np.flatnonzero(self.inside(p, q))]
 
 
@@ -192,6 +197,7 @@ def _windows(tasks: Sequence[Task], compute: list[int]) -> tuple[list[int], list
 
 
 # --- durations of options ---
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
@@ -245,8 +251,10 @@ def single_blocks(model: Model) -> Model:
 
 def uniform(model: Model, choice: Mapping[str, RegionChoice]) -> tuple[RegionPlan, ...]:
     """Every block of a region under the region's one choice."""
-    return tuple(RegionPlan(region=r.name, options=(RegionOption(count=r.count, precision=choice[r.name].precision,
-                                                                 checkpoint=choice[r.name].checkpoint),)) for r in regions(model))
+    return tuple(
+        RegionPlan(region=r.name, options=(RegionOption(count=r.count, precision=choice[r.name].precision, checkpoint=choice[r.name].checkpoint),))
+        for r in regions(model)
+    )
 
 
 def mean_loads(plan: Plan, tokens: Mapping[str, float], scale: float = 1.0) -> TableLoads:
@@ -278,6 +286,7 @@ def mean_loads(plan: Plan, tokens: Mapping[str, float], scale: float = 1.0) -> T
 
 # --- a chain as a linear function of a plan ---
 
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """step >= constant + sum of coefficients[region][choice] x blocks + slope x (load - 1), seconds."""
@@ -288,8 +297,11 @@ class Cut:
 
     def at(self, counts: Mapping[str, Mapping[RegionChoice, int]], load: float = 1.0) -> float:
         """The bound for `counts` of blocks by region and choice."""
-        return (self.constant + self.slope * (load - 1.0)
-                + sum(self.coefficients[r].get(c, 0.0) * n for r, by_choice in counts.items() for c, n in by_choice.items() if r in self.coefficients))
+        return (
+            self.constant
+            + self.slope * (load - 1.0)
+            + sum(self.coefficients[r].get(c, 0.0) * n for r, by_choice in counts.items() for c, n in by_choice.items() if r in self.coefficients)
+        )
 
 
 def cut(graph: StepGraph, durations: Durations, blocks: Mapping[str, int]) -> Cut:

@@ -9,8 +9,10 @@ Parts that depend on few columns are priced once per distinct combination of tho
     step  >=  accumulation x (sparse + forward + backward) + update and average + optimizer            (gathers waited for, or the last reduction)
     step  >=  the same without waits + what collectives take of compute + the least recomputation that makes forward's activations fit
 
-Host launches, uneven tables and shared links are left out, so this is below the bound of every plan; a candidate's own program (planner.ilp) has them.
+Host launches, uneven tables and shared links are left out, so this is below the bound of every plan; a candidate's own program (planner.ilp)
+has them.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -115,8 +117,10 @@ class _Bounds:
         """`(2 units + 1,)`: least forward and backward seconds of every block, and of the loss both ways. Adds the class's curve of recomputation."""
         batch, prices = batch_shape(plan, self.pricing.slowest(plan)[0]), pricer(plan, self.calibration)
         prices.keep(batch)
-        times = [[min(prices.block(r.block, batch, p, phase).seconds for p in {c.precision for c in self.choices[r.name]}) for r in self.regions]
-                 for phase in (FORWARD, BACKWARD)]
+        times = [
+            [min(prices.block(r.block, batch, p, phase).seconds for p in {c.precision for c in self.choices[r.name]}) for r in self.regions]
+            for phase in (FORWARD, BACKWARD)
+        ]
         options = []
         for k, r in enumerate(self.regions):
             least = times[0][k] + times[1][k]
@@ -133,7 +137,8 @@ class _Bounds:
 
     def move_seconds(self, i: int, plan: Plan) -> np.ndarray:
         """`(8 units + 6,)` by block: gather, unshard, pack, scatter, all-reduce, whether it is gathered again, and what the gather and the
-        reductions take from compute; then whether everything is one chain, whether all-reduces share the scatters' link, whether anything is scattered, the
+        reductions take from compute; then whether everything is one chain, whether all-reduces share the scatters' link, whether anything is
+        scattered, the
         links (numbers) of the scatters and all-reduces, and the optimizer."""
         prices, net = pricer(plan, self.calibration), network(plan.cluster, self.calibration, plan.transport)
         groups, layout = layout_groups(plan.layout), plan.layout
@@ -148,7 +153,9 @@ class _Bounds:
             summed = net.cost("all_reduce", shard, groups["ddp"])
             unshard, pack = prices.unit("fsdp_gather", r.block).seconds, prices.unit("fsdp_reduce", r.block).seconds
             taken = min(gather.share, cap) * gather.seconds, min(scatter.share, cap) * scatter.seconds + min(summed.share, cap) * summed.seconds
-            table.append([v * wrapped for v in (gather.seconds, unshard, pack, scatter.seconds, summed.seconds, layout.reshard_after_forward, *taken)])
+            table.append(
+                [v * wrapped for v in (gather.seconds, unshard, pack, scatter.seconds, summed.seconds, layout.reshard_after_forward, *taken)]
+            )
         elements = sum(r.count * r.block.sharded_elements(layout.fsdp) for r in self.regions)
         tensors = sum(r.count * r.block.num_tensors for r in self.regions)
         optimizer = prices.ops([op("adamw", parameters=elements, tensors=tensors)], STEP).seconds
@@ -161,37 +168,81 @@ class _Bounds:
         return float(names.index(tier)) if tier else missing
 
     def sparse_compute(self, i: int, plan: Plan) -> np.ndarray:
-        """`(3,)`: seconds of sparse compute before forward in every micro-batch, behind its backward up to the exchange of gradients, and of the update."""
+        """`(3,)`: seconds of sparse compute before forward in every micro-batch, behind its backward up to the exchange of gradients, and of
+        the update."""
         plan = dataclasses.replace(plan, batching="jagged")
         batch, exchanged = batch_shape(plan), plan.layout.sparse_group > 1
         tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
         loads = mean_loads(plan, tokens)
         work, prices = group_work(plan, loads, 0, tokens), pricer(plan, self.calibration)
         wire = (2.0 if all(t.dtype == "bf16" for t in plan.model.tables) else 4.0) * float(loads.served.mean())
-        self.sent[plan.layout.sparse_group, plan.local_batch] = (8.0 * sum(w.unique for w in work), wire, float(loads.weights[0]), float(loads.state[0]))
+        self.sent[plan.layout.sparse_group, plan.local_batch] = (
+            8.0 * sum(w.unique for w in work),
+            wire,
+            float(loads.weights[0]),
+            float(loads.state[0]),
+        )
 
         def time(ops: list[Op], phase: str) -> float:
             return prices.ops(ops, phase).seconds
 
-        spread = [op("embedding_lookup", variant="sequence" if w.table.pooling == "sequence" else "pooled", ids=w.ids, unique=w.unique,
-                     dim=w.table.dim, rows=w.unique if exchanged else w.storage_rows, tables=w.table.count, dtype=w.table.dtype) for w in work]
+        spread = [
+            op(
+                "embedding_lookup",
+                variant="sequence" if w.table.pooling == "sequence" else "pooled",
+                ids=w.ids,
+                unique=w.unique,
+                dim=w.table.dim,
+                rows=w.unique if exchanged else w.storage_rows,
+                tables=w.table.count,
+                dtype=w.table.dtype,
+            )
+            for w in work
+        ]
         forward = time(spread, FORWARD)
         if exchanged:
-            served = [op("embedding_lookup", variant="sequence", ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
-                         tables=1, dtype=w.table.dtype) for w in work]
+            served = [
+                op(
+                    "embedding_lookup",
+                    variant="sequence",
+                    ids=w.served_rows,
+                    unique=w.distinct_served,
+                    dim=w.served_width,
+                    rows=w.storage_rows,
+                    tables=1,
+                    dtype=w.table.dtype,
+                )
+                for w in work
+            ]
             forward += time([op("unique", ids=w.ids) for w in work], FORWARD) + time(served, FORWARD)
-        update = time([op("embedding_update", variant=w.table.optimizer, ids=plan.accumulation * (w.served_rows if exchanged else w.ids),
-                          unique=w.distinct_served, dim=w.served_width if exchanged else w.table.dim, rows=w.storage_rows, tables=1,
-                          dtype=w.table.dtype) for w in work], STEP)
+        update = time(
+            [
+                op(
+                    "embedding_update",
+                    variant=w.table.optimizer,
+                    ids=plan.accumulation * (w.served_rows if exchanged else w.ids),
+                    unique=w.distinct_served,
+                    dim=w.served_width if exchanged else w.table.dim,
+                    rows=w.storage_rows,
+                    tables=1,
+                    dtype=w.table.dtype,
+                )
+                for w in work
+            ],
+            STEP,
+        )
         return np.array([forward, time(spread, BACKWARD) if exchanged else 0.0, update])
 
     def sparse_moves(self, i: int, plan: Plan) -> np.ndarray:
-        """`(4,)`: seconds of exchanges before forward in every micro-batch, of the exchange of gradients with its link, and of the replicas' average."""
+        """`(4,)`: seconds of exchanges before forward in every micro-batch, of the exchange of gradients with its link, and of the replicas'
+        average."""
         ids, wire, weights, state = self.sent[plan.layout.sparse_group, plan.local_batch]
         net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
         rows = net.cost("all_to_all", wire, group)
         gather, average = self.replica_seconds(plan, weights, state)
-        return np.array([net.cost("all_to_all", ids, group).seconds + rows.seconds + gather, rows.seconds, self.link(rows.tier, missing=-2.0), average])
+        return np.array(
+            [net.cost("all_to_all", ids, group).seconds + rows.seconds + gather, rows.seconds, self.link(rows.tier, missing=-2.0), average]
+        )
 
     def replica_seconds(self, plan: Plan, weights: float, state: float) -> tuple[float, float]:
         """(seconds of each micro-batch, of each step) that several replicas of a sparse group cost."""
@@ -210,10 +261,14 @@ class _Bounds:
         """Sets the memory of every candidate: `resting` beside activations, `kept` through forward whatever the options, `usable` allocated bytes,
         `slope` and `context` of reserved over allocated, and the terms of the other phases."""
         columns, multiple = self.columns, self.columns["accumulation"] > 1
-        parameters, fsdp_of = self.per(("fsdp",), lambda i, plan: [4.0 * sum(r.count * r.block.sharded_elements(plan.layout.fsdp) for r in self.regions)])
+        parameters, fsdp_of = self.per(
+            ("fsdp",), lambda i, plan: [4.0 * sum(r.count * r.block.sharded_elements(plan.layout.fsdp) for r in self.regions)]
+        )
         exchange, group_of = self.per(("sparse_group", "local_batch"), self.exchange)
-        links, link_of = self.per(("fsdp", "ddp", "sparse_group", "sparse_replicas"),
-                                  lambda i, plan: [sum(g.size > 1 for n, g in layout_groups(plan.layout).items() if n in _COMMUNICATING)])
+        links, link_of = self.per(
+            ("fsdp", "ddp", "sparse_group", "sparse_replicas"),
+            lambda i, plan: [sum(g.size > 1 for n, g in layout_groups(plan.layout).items() if n in _COMMUNICATING)],
+        )
         weights, swapped, embeddings, inputs = exchange[group_of].T
         replicas = columns["sparse_replicas"]
         full = (columns["fully_sharded_2d"] > 0) & (replicas > 1)
@@ -232,7 +287,9 @@ class _Bounds:
         self.gradients = parameters[fsdp_of, 0]
         self.resting = 3 * self.gradients + tables + INPUT_BATCHES * inputs + swapped + links_bytes * links[link_of, 0]
         self.in_flight = np.where(full, weights, 0.0)
-        low = sum(r.count * r.block.num_parameters * min(dtype_bytes(activation_dtype(c.precision)) for c in self.choices[r.name]) for r in self.regions)
+        low = sum(
+            r.count * r.block.num_parameters * min(dtype_bytes(activation_dtype(c.precision)) for c in self.choices[r.name]) for r in self.regions
+        )
         keep = (columns["reshard_after_forward"] == 0) & (columns["fsdp"] > 1)
         self.kept = embeddings + multiple * self.gradients + keep * low
 
@@ -274,13 +331,15 @@ def saving_curve(options: list[tuple[int, list[tuple[float, float]]]]) -> tuple[
 
 def dense_times(blocks: np.ndarray, moves: np.ndarray, units: int) -> np.ndarray:
     """`(n, 7)` least seconds of the dense part: a micro-batch that reduces nothing; of the last one its compute, the ends of its gathers and
-    scatters, of its all-reduces, and of its last reduction; and compute with what collectives take of it, of a micro-batch that reduces nothing and of the last.
+    scatters, of its all-reduces, and of its last reduction; and compute with what collectives take of it, of a micro-batch that reduces
+    nothing and of the last.
 
     `blocks` `(n, 2 units + 1)` and `moves` `(n, 8 units + 5)` as `_Bounds` prices them. A gather runs beside the block before its own, a
-    reduction behind its block, one at a time; gathers and scatters share a link, and all-reduces too where `moves` says so. On a CPU everything is one chain.
+    reduction behind its block, one at a time; gathers and scatters share a link, and all-reduces too where `moves` says so. On a CPU
+    everything is one chain.
     """
-    forward, backward, loss = blocks[:, :units], blocks[:, units:2 * units], blocks[:, -1]
-    gather, unshard, pack, scatter, summed, again, gather_takes, reduce_takes = (moves[:, k * units:(k + 1) * units] for k in range(8))
+    forward, backward, loss = blocks[:, :units], blocks[:, units : 2 * units], blocks[:, -1]
+    gather, unshard, pack, scatter, summed, again, gather_takes, reduce_takes = (moves[:, k * units : (k + 1) * units] for k in range(8))
     worked = (forward + backward + (1 + again) * unshard).sum(axis=1) + loss
     chained, one_link, scatters = moves[:, 8 * units], moves[:, 8 * units + 1] > 0, moves[:, 8 * units + 2] > 0
     if chained[0] > 0:
@@ -292,7 +351,13 @@ def dense_times(blocks: np.ndarray, moves: np.ndarray, units: int) -> np.ndarray
         sent = np.maximum(before, sent) + gather[:, u]
         before, end = end, np.maximum(end, sent) + unshard[:, u] + forward[:, u]
     after = end
-    now, link, other, scattered, reduced = after + loss, after + again[:, -1] * gather[:, -1], np.zeros(len(blocks)), np.zeros(len(blocks)), np.zeros(len(blocks))
+    now, link, other, scattered, reduced = (
+        after + loss,
+        after + again[:, -1] * gather[:, -1],
+        np.zeros(len(blocks)),
+        np.zeros(len(blocks)),
+        np.zeros(len(blocks)),
+    )
     plain, plain_sent, gathered = now, link, link
     for u in range(units - 1, -1, -1):
         start, plain_start = now, plain

@@ -25,6 +25,7 @@ T is exact for the chains that are in: `planner.search` adds the critical chain 
 parameters that a region's first block finds gathered of its neighbour, of which the least is taken; every solution is checked again by the
 cost model. Identical blocks and tables are tied by counts, dominated options never enter.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -76,8 +77,10 @@ class TableRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """The candidate's memory beside tables and blocks, bytes: `resting` (parameters, optimizer, input, buffers at even load), `buffer` (what an evenly
-    loaded rank's exchange takes, grows with L), `gradients` of all blocks, `embeddings` kept until backward, `usable` (allocated bytes that still fit)."""
+    """The candidate's memory beside tables and blocks, bytes: `resting` (parameters, optimizer, input, buffers at even load), `buffer` (what
+    an evenly
+    loaded rank's exchange takes, grows with L), `gradients` of all blocks, `embeddings` kept until backward, `usable` (allocated bytes that
+    still fit)."""
 
     resting: float
     buffer: float
@@ -102,15 +105,18 @@ class Choice:
     optimal: bool
 
     def key(self) -> tuple:
-        return (tuple((r, tuple(sorted((c.precision, c.checkpoint, n) for c, n in by.items() if n))) for r, by in self.regions.items()),
-                tuple((g, tuple(sorted((c.name, n) for c, n in by.items() if n))) for g, by in self.tables.items()))
+        return (
+            tuple((r, tuple(sorted((c.precision, c.checkpoint, n) for c, n in by.items() if n))) for r, by in self.regions.items()),
+            tuple((g, tuple(sorted((c.name, n) for c, n in by.items() if n))) for g, by in self.tables.items()),
+        )
 
 
 class CandidateProgram:
     """One candidate's MILP, kept between solves so that chains and no-good cuts add up."""
 
-    def __init__(self, *, regions: Sequence[RegionRow], tables: Sequence[TableRow], memory: MemoryRow, durations: Durations,
-                 risk_budget: float | None = None) -> None:
+    def __init__(
+        self, *, regions: Sequence[RegionRow], tables: Sequence[TableRow], memory: MemoryRow, durations: Durations, risk_budget: float | None = None
+    ) -> None:
         self.regions, self.tables, self.memory, self.durations, self.risk_budget = regions, tables, memory, durations, risk_budget
         self.cuts: list[Cut] = []
         self.no_goods: list[Choice] = []
@@ -120,7 +126,8 @@ class CandidateProgram:
     # --- the program ---
 
     def build(self, *, extra_memory: float = 0.0, relax_memory: bool = False, no_goods: bool = True) -> pulp.LpProblem:
-        """The program with all chains and cuts so far. `no_goods` leaves seen solutions out. `extra_memory` [bytes] on top of what is usable; `relax_memory` minimises the bytes that are
+        """The program with all chains and cuts so far. `no_goods` leaves seen solutions out. `extra_memory` [bytes] on top of what is
+        usable; `relax_memory` minimises the bytes that are
         missing instead of time."""
         problem = pulp.LpProblem("candidate", pulp.LpMinimize)
         self.add_variables(problem)
@@ -145,13 +152,11 @@ class CandidateProgram:
         for i, row in enumerate(self.regions):
             for j, choice in enumerate(row.memory):
                 self.n[row.name, choice] = problem.add_variable(f"n_{i}_{j}", 0, row.count, cat="Integer")
-                self.u[row.name, choice] = (self.n[row.name, choice] if row.count == 1
-                                            else problem.add_variable(f"u_{i}_{j}", 0, 1, cat="Integer"))
+                self.u[row.name, choice] = self.n[row.name, choice] if row.count == 1 else problem.add_variable(f"u_{i}_{j}", 0, 1, cat="Integer")
         for i, row in enumerate(self.tables):
             for j, choice in enumerate(row.weights):
                 self.x[row.name, choice] = problem.add_variable(f"x_{i}_{j}", 0, row.count, cat="Integer")
-                self.v[row.name, choice] = (self.x[row.name, choice] if row.count == 1
-                                            else problem.add_variable(f"v_{i}_{j}", 0, 1, cat="Integer"))
+                self.v[row.name, choice] = self.x[row.name, choice] if row.count == 1 else problem.add_variable(f"v_{i}_{j}", 0, 1, cat="Integer")
 
     def tie_break(self) -> pulp.LpAffineExpression:
         """Between plans of equal time: fewer shards, less recomputation, fewer kinds of options in one region."""
@@ -169,8 +174,10 @@ class CandidateProgram:
         return first.constant + sum(row.count * min(first.coefficients[row.name].values(), default=0.0) for row in self.regions) or 1.0
 
     def add_unique_option_constraint(self, problem: pulp.LpProblem) -> None:
-        for kind, rows, amount, used in (("region", [(r.name, r.count, r.memory) for r in self.regions], self.n, self.u),
-                                         ("table", [(t.name, t.count, t.weights) for t in self.tables], self.x, self.v)):
+        for kind, rows, amount, used in (
+            ("region", [(r.name, r.count, r.memory) for r in self.regions], self.n, self.u),
+            ("table", [(t.name, t.count, t.weights) for t in self.tables], self.x, self.v),
+        ):
             for i, (name, count, choices) in enumerate(rows):
                 problem += pulp.lpSum(amount[name, c] for c in choices) == count, f"one_option_{kind}_{i}"
                 if count > 1:
@@ -185,7 +192,10 @@ class CandidateProgram:
 
     def add_table_load_constraint(self, problem: pulp.LpProblem) -> None:
         for name, variable, mean, largest in (("weights", self.W, "weights", "shard"), ("state", self.S, "state", "shard_state")):
-            problem += variable >= pulp.lpSum(getattr(row, mean)[c] / GIB * self.x[row.name, c] for row in self.tables for c in row.weights), f"mean_{name}"
+            problem += (
+                variable >= pulp.lpSum(getattr(row, mean)[c] / GIB * self.x[row.name, c] for row in self.tables for c in row.weights),
+                f"mean_{name}",
+            )
             for i, row in enumerate(self.tables):
                 for j, c in enumerate(row.weights):
                     if getattr(row, largest)[c] > getattr(row, mean)[c] * row.count:
@@ -220,13 +230,15 @@ class CandidateProgram:
             own_neighbour = min(m.unsharded for m in row.memory.values())
             least = min(neighbour, own_neighbour) if row.count > 1 else neighbour
             for j, (c, m) in enumerate(row.memory.items()):
-                earlier, later = list(row.memory)[:j], list(row.memory)[j + 1:]
+                earlier, later = list(row.memory)[:j], list(row.memory)[j + 1 :]
                 there = max(0.0, m.whole - m.saved) + m.workspace + m.unsharded + (0.0 if keep else m.unsharded + least)
                 mine = there / GIB * self.u[row.name, c]
                 prior = before + [kept[row.name, o] / GIB * self.n[row.name, o] for o in earlier]
                 after = [self.n[row.name, o] for o in later]
-                for end, own, behind in (("last", self.n[row.name, c], after),
-                                         ("first", self.u[row.name, c], [*after, self.n[row.name, c] - self.u[row.name, c]])):
+                for end, own, behind in (
+                    ("last", self.n[row.name, c], after),
+                    ("first", self.u[row.name, c], [*after, self.n[row.name, c] - self.u[row.name, c]]),
+                ):
                     if end == "first" and row.count == 1:
                         continue
                     gradients = memory.gradients / GIB if memory.accumulates else gradients_behind / GIB + row.sharded / GIB * pulp.lpSum(behind)
@@ -239,11 +251,14 @@ class CandidateProgram:
             problem += pulp.lpSum(c.risk * self.n[row.name, c] for row in self.regions for c in row.memory) <= self.risk_budget, "risk"
 
     def add_no_good_constraint(self, problem: pulp.LpProblem) -> None:
-        """A solution that differs from one seen has a count above it, as the counts of a row add up; a binary tells where the count is not one itself."""
+        """A solution that differs from one seen has a count above it, as the counts of a row add up; a binary tells where the count is not
+        one itself."""
         for k, seen in enumerate(self.no_goods):
             moved = []
-            pairs = itertools.chain(((self.n, row.name, row.memory, row.count, seen.regions) for row in self.regions),
-                                    ((self.x, row.name, row.weights, row.count, seen.tables) for row in self.tables))
+            pairs = itertools.chain(
+                ((self.n, row.name, row.memory, row.count, seen.regions) for row in self.regions),
+                ((self.x, row.name, row.weights, row.count, seen.tables) for row in self.tables),
+            )
             for index, (variables, name, choices, count, counts) in enumerate(pairs):
                 if len(choices) == 1:
                     continue
@@ -281,9 +296,14 @@ class CandidateProgram:
         if self.points is None:
             self.points = Points(self)
         points = self.points
-        for seen in self.no_goods[self._dropped:]:
-            points.drop(np.array([seen.regions[r.name].get(c, 0) for r in self.regions for c in r.memory]
-                                 + [seen.tables[t.name].get(c, 0) for t in self.tables for c in t.weights], dtype=np.float64))
+        for seen in self.no_goods[self._dropped :]:
+            points.drop(
+                np.array(
+                    [seen.regions[r.name].get(c, 0) for r in self.regions for c in r.memory]
+                    + [seen.tables[t.name].get(c, 0) for t in self.tables for c in t.weights],
+                    dtype=np.float64,
+                )
+            )
         self._dropped = len(self.no_goods)
         k = points.best()
         if k is None:
@@ -302,8 +322,14 @@ class CandidateProgram:
         seconds = value["T"] * MILLI
         assert solution.bound is not None and solution.gap is not None
         most = TIE_BREAK * self.scale
-        return Choice(regions=regions, tables=tables, seconds=seconds, bound=min(seconds, solution.bound * MILLI - most), gap=solution.gap,
-                      optimal=solution.status == "optimal")
+        return Choice(
+            regions=regions,
+            tables=tables,
+            seconds=seconds,
+            bound=min(seconds, solution.bound * MILLI - most),
+            gap=solution.gap,
+            optimal=solution.status == "optimal",
+        )
 
     def prices(self) -> dict[str, float]:
         """Shadow prices of the linear relaxation: seconds per GiB for `memory_*`, per unit of risk for `risk`; binding rows only."""
@@ -318,14 +344,20 @@ def missing_memory(program: CandidateProgram) -> tuple[float, Choice | None]:
     if not solution.has_values:
         return 0.0, None
     value = solution.values
-    choice = Choice(regions={row.name: {c: round(value[program.n[row.name, c].name]) for c in row.memory} for row in program.regions},
-                    tables={row.name: {c: round(value[program.x[row.name, c].name]) for c in row.weights} for row in program.tables},
-                    seconds=0.0, bound=0.0, gap=0.0, optimal=True)
+    choice = Choice(
+        regions={row.name: {c: round(value[program.n[row.name, c].name]) for c in row.memory} for row in program.regions},
+        tables={row.name: {c: round(value[program.x[row.name, c].name]) for c in row.weights} for row in program.tables},
+        seconds=0.0,
+        bound=0.0,
+        gap=0.0,
+        optimal=True,
+    )
     return max(0.0, value["missing"]) * GIB, choice
 
 
-def undominated(choices: Sequence[RegionChoice], durations: Mapping[RegionChoice, Mapping], memory: Mapping[RegionChoice, BlockMemory], *,
-                risk_matters: bool) -> tuple[tuple[RegionChoice, ...], dict[RegionChoice, RegionChoice]]:
+def undominated(
+    choices: Sequence[RegionChoice], durations: Mapping[RegionChoice, Mapping], memory: Mapping[RegionChoice, BlockMemory], *, risk_matters: bool
+) -> tuple[tuple[RegionChoice, ...], dict[RegionChoice, RegionChoice]]:
     """(choices that no other beats in every duration, byte and risk; dominated choice -> its better). Of equals the first stays."""
     kept: list[RegionChoice] = []
     worse: dict[RegionChoice, RegionChoice] = {}

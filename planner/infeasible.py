@@ -1,4 +1,5 @@
 """No feasible plan: what was tried, by how much it failed, what is large, and ways out - each of them solved before it is named."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -43,15 +44,20 @@ def report(state: Search) -> str:
     """The message of NoFeasiblePlan."""
     found = least_bad(state)
     scenario, limit = state.scenario, state.scenario.cluster.usable_memory
-    lines = [f"scenario {scenario.name}: none of {len(state.first):,} candidates fits into {limit / GIB:.2f} GiB per rank "
-             f"({int((~state.fits).sum()):,} by their least memory, {state.solves} by their integer program)"]
+    lines = [
+        f"scenario {scenario.name}: none of {len(state.first):,} candidates fits into {limit / GIB:.2f} GiB per rank "
+        f"({int((~state.fits).sum()):,} by their least memory, {state.solves} by their integer program)"
+    ]
     if found is not None:
         where = state.space.candidates.describe(found.candidate)
         memory = found.priced.memory
         parts = sorted(((memory.categories[name], name) for name in CATEGORIES if memory.categories[name] > 0), reverse=True)[:4]
         lines.append(f"least bad: {where}: {found.missing / GIB:.2f} GiB missing")
-        lines.append("its largest parts: " + ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f} GiB" for size, name in parts)
-                     + f"; reserved {memory.reserved.value / GIB:.2f} GiB, peak in phase {memory.peak_phase}")
+        lines.append(
+            "its largest parts: "
+            + ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f} GiB" for size, name in parts)
+            + f"; reserved {memory.reserved.value / GIB:.2f} GiB, peak in phase {memory.peak_phase}"
+        )
     lines += [f"table {name}: {text}" for name, text in oversized(state)]
     knobs = list(ways_out(state, found))
     lines += [f"  {k}. {knob.what}: step {knob.seconds * 1e3:.4g} ms" for k, knob in enumerate(knobs, start=1)]
@@ -93,8 +99,13 @@ def oversized(state: Search) -> Iterator[tuple[str, str]]:
                 sizes.append(tied.group.weight_bytes * rows / tied.group.rows * width / tied.group.dim)
         if min(sizes) > limit:
             names = sorted({c.sharding for g in groups for c in pricing.choices(tied, g)})
-            yield tied.name, (f"{tied.group.weight_bytes / GIB:.2f} GiB; its smallest shard is {min(sizes) / GIB:.2f} GiB under {', '.join(names)} in groups "
-                              f"of up to {max(groups)} ranks, a rank has {limit / GIB:.2f} GiB")
+            yield (
+                tied.name,
+                (
+                    f"{tied.group.weight_bytes / GIB:.2f} GiB; its smallest shard is {min(sizes) / GIB:.2f} GiB under {', '.join(names)} in groups "
+                    f"of up to {max(groups)} ranks, a rank has {limit / GIB:.2f} GiB"
+                ),
+            )
 
 
 def ways_out(state: Search, found: LeastBad | None) -> Iterator[Knob]:
@@ -118,24 +129,32 @@ def changes(scenario: ResolvedScenario, missing: float) -> Iterator[tuple[str, R
         room = cluster.usable_memory + missing * 1.001 + 1e6
         device = dataclasses.replace(cluster.device, memory_bytes=max(cluster.device.memory_bytes, room))
         of_device = "" if room <= cluster.device.memory_bytes else f" (the device has {cluster.device.memory_bytes / GIB:.2f} GiB)"
-        yield (f"memory per rank {cluster.usable_memory / GIB:.2f} -> {room / GIB:.2f} GiB{of_device}",
-               dataclasses.replace(scenario, cluster=dataclasses.replace(cluster, device=device, memory_budget=room)))
+        yield (
+            f"memory per rank {cluster.usable_memory / GIB:.2f} -> {room / GIB:.2f} GiB{of_device}",
+            dataclasses.replace(scenario, cluster=dataclasses.replace(cluster, device=device, memory_budget=room)),
+        )
     if cluster.memory_budget is not None and cluster.memory_budget < cluster.device.memory_bytes:
-        yield (f"no memory_budget: {cluster.device.memory_bytes / GIB:.2f} GiB",
-               dataclasses.replace(scenario, cluster=dataclasses.replace(cluster, memory_budget=None)))
+        yield (
+            f"no memory_budget: {cluster.device.memory_bytes / GIB:.2f} GiB",
+            dataclasses.replace(scenario, cluster=dataclasses.replace(cluster, memory_budget=None)),
+        )
     for field in ("layout", "precision", "checkpoint", "sharding", "local_batch", "accumulation", "batching", "transport", "execution"):
         value = getattr(pins, field)
         if value:
             free: object = {} if isinstance(value, dict) else None
             yield f"without the pin {field}: {value}", dataclasses.replace(scenario, pins=dataclasses.replace(pins, **{field: free}))
     if pins.local_batch and pins.accumulation:
-        yield ("without the pins local_batch and accumulation",
-               dataclasses.replace(scenario, pins=dataclasses.replace(pins, local_batch=None, accumulation=None)))
+        yield (
+            "without the pins local_batch and accumulation",
+            dataclasses.replace(scenario, pins=dataclasses.replace(pins, local_batch=None, accumulation=None)),
+        )
     if pins.exclude != Exclusions():
         yield "without exclusions", dataclasses.replace(scenario, pins=dataclasses.replace(pins, exclude=Exclusions()))
     if not scenario.search.predict_only:
-        yield ("search: {predict_only: true} (options that no code here executes)",
-               dataclasses.replace(scenario, search=dataclasses.replace(scenario.search, predict_only=True)))
+        yield (
+            "search: {predict_only: true} (options that no code here executes)",
+            dataclasses.replace(scenario, search=dataclasses.replace(scenario.search, predict_only=True)),
+        )
     workload = scenario.workload
     field = "local_batch" if workload.local_batch is not None else "global_batch"
     size = getattr(workload, field)

@@ -1,6 +1,7 @@
 """All integer points of a small candidate program, at once: next-best solutions without solving again.
 
-After a few no-good cuts an integer program that is nearly tied everywhere becomes slow to prove, while a program with few choices has few points. Its own rows are
+After a few no-good cuts an integer program that is nearly tied everywhere becomes slow to prove, while a program with few choices has few
+points. Its own rows are
 evaluated for every point: T, L, W and S take the least values that their rows allow, what breaks another row is out.
 """
 from __future__ import annotations
@@ -37,7 +38,8 @@ def compositions(count: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 class Points:
-    """The points of a program as columns: `counts` `(points, choices)` in the order of regions and tables, `seconds` `(points,)` by all chains so far."""
+    """The points of a program as columns: `counts` `(points, choices)` in the order of regions and tables, `seconds` `(points,)` by all
+    chains so far."""
 
     def __init__(self, program: CandidateProgram) -> None:
         self.program = program

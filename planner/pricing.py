@@ -2,6 +2,7 @@
 
 Everything here goes through `costmodel.lower`; what depends on less than a whole plan (slowest rank, durations of blocks, mean table loads) is kept.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -14,7 +15,7 @@ import numpy as np
 from costmodel.calibration import Calibration
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, batch_shape, lower
-from costmodel.memory import Memory, memory, option_memory
+from costmodel.memory import Memory, keeps_unsharded, memory, option_memory
 from costmodel.model import DTYPE_BYTES, TableGroup
 from costmodel.plan import Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.regions import regions
@@ -76,8 +77,17 @@ class Pricing:
         """Candidate i with the first option everywhere and its tables unplaced."""
         first = {name: choices[0] for name, choices in self.space.regions.items()}
         scenario = self.scenario
-        return Plan(scenario=scenario.name, cluster=scenario.cluster, model=scenario.model, workload=scenario.workload, seed=scenario.seed,
-                    layout=self.candidates.layout(i), **self.candidates.options(i), regions=uniform(scenario.model, first), tables=())
+        return Plan(
+            scenario=scenario.name,
+            cluster=scenario.cluster,
+            model=scenario.model,
+            workload=scenario.workload,
+            seed=scenario.seed,
+            layout=self.candidates.layout(i),
+            **self.candidates.options(i),
+            regions=uniform(scenario.model, first),
+            tables=(),
+        )
 
     def slowest(self, plan: Plan) -> tuple[dict[str, Factors], float]:
         """(the slowest rank's factors by sequence, the slowest device's time over the nominal)."""
@@ -93,24 +103,43 @@ class Pricing:
 
     def region_plans(self, choice: Choice) -> tuple[RegionPlan, ...]:
         """Options in the order of the space's choices, so that equal counts are equal plans."""
-        return tuple(RegionPlan(region=name, options=tuple(
-            RegionOption(count=n, precision=c.precision, checkpoint=c.checkpoint)
-            for c in self.space.regions[name] if (n := choice.regions[name].get(c, 0)))) for name in self.blocks)
+        return tuple(
+            RegionPlan(
+                region=name,
+                options=tuple(
+                    RegionOption(count=n, precision=c.precision, checkpoint=c.checkpoint)
+                    for c in self.space.regions[name]
+                    if (n := choice.regions[name].get(c, 0))
+                ),
+            )
+            for name in self.blocks
+        )
 
     def plan(self, i: int, choice: Choice, *, any_size: bool = False) -> Plan:
         """The placed plan of a solution. Raises PlacementError when a shard fits nowhere; with `any_size` memory is no object."""
         plan = dataclasses.replace(self.base(i), regions=self.region_plans(choice))
         plan = dataclasses.replace(plan, tables=self.place(plan, choice, np.inf if any_size else self.table_cap(plan)))
         used = [c for by in choice.regions.values() for c, n in by.items() if n]
-        reasons = predict_only_reasons(layout=plan.layout, options=self.candidates.options(i), precisions=[c.precision for c in used],
-                                       checkpoints=[c.checkpoint for c in used], shardings=[t.sharding for t in plan.tables])
+        reasons = predict_only_reasons(
+            layout=plan.layout,
+            options=self.candidates.options(i),
+            precisions=[c.precision for c in used],
+            checkpoints=[c.checkpoint for c in used],
+            shardings=[t.sharding for t in plan.tables],
+        )
         return dataclasses.replace(plan, predict_only=reasons)
 
     def price(self, plan: Plan, choice: Choice) -> Priced:
         """Simulated time, bound and memory of a placed plan."""
         lowered, slow = self.lower(plan), self.slowest(plan)[1]
-        return Priced(plan=plan, choice=choice, seconds=simulate(lowered.graph).step_seconds * slow, bound=bound(lowered.graph) * slow,
-                      memory=memory(plan, lowered.batch, lowered.loads, self.calibration), lowered=lowered)
+        return Priced(
+            plan=plan,
+            choice=choice,
+            seconds=simulate(lowered.graph).step_seconds * slow,
+            bound=bound(lowered.graph) * slow,
+            memory=memory(plan, lowered.batch, lowered.loads, self.calibration),
+            lowered=lowered,
+        )
 
     # --- programs ---
 
@@ -120,20 +149,26 @@ class Pricing:
         factors, slow = self.slowest(plan)
         batch = batch_shape(plan, factors)
         durations = self.durations(plan)
-        memories = {r.name: {c: option_memory(r, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=plan.layout.fsdp)
-                             for c in self.space.regions[r.name]} for r in regions(scenario.model)}
+        memories = {
+            r.name: {
+                c: option_memory(r, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=plan.layout.fsdp) for c in self.space.regions[r.name]
+            }
+            for r in regions(scenario.model)
+        }
         rows, kept = [], {}
         key = self.duration_key(plan)
         for r in regions(scenario.model):
             if (key, r.name) not in self._undominated:
-                choices, worse = undominated(self.space.regions[r.name], durations[r.name], memories[r.name],
-                                             risk_matters=scenario.search.risk_budget is not None)
+                choices, worse = undominated(
+                    self.space.regions[r.name], durations[r.name], memories[r.name], risk_matters=scenario.search.risk_budget is not None
+                )
                 self._undominated[key, r.name] = tuple(c for c in self.space.regions[r.name] if c in choices)
                 self.dominated.setdefault(r.name, {}).update(worse)
             choices = self._undominated[key, r.name]
             kept[r.name] = {c: durations[r.name][c] for c in choices}
-            rows.append(RegionRow(name=r.name, count=r.count, memory={c: memories[r.name][c] for c in choices},
-                                  sharded=memories[r.name][choices[0]].sharded))
+            rows.append(
+                RegionRow(name=r.name, count=r.count, memory={c: memories[r.name][c] for c in choices}, sharded=memories[r.name][choices[0]].sharded)
+            )
         tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
         loads = mean_loads(plan, tokens)
         fastest = {name: min(by, key=lambda c: sum(v for k, v in by[c].items() if k[3] == "seconds")) for name, by in kept.items()}
@@ -141,9 +176,13 @@ class Pricing:
         rest = rest_durations(lowered.graph)
         slopes = self.slopes(plan, tokens, rest) if plan.layout.sparse_group > 1 else {}
         all_durations = Durations(regions=kept, rest=rest, slopes=slopes)
-        program = CandidateProgram(regions=rows, tables=self.table_rows(plan, tokens, float(loads.served[0])),
-                                   memory=self.memory_row(plan, lowered, fastest, memories), durations=all_durations,
-                                   risk_budget=scenario.search.risk_budget)
+        program = CandidateProgram(
+            regions=rows,
+            tables=self.table_rows(plan, tokens, float(loads.served[0])),
+            memory=self.memory_row(plan, lowered, fastest, memories),
+            durations=all_durations,
+            risk_budget=scenario.search.risk_budget,
+        )
         program.cuts.append(scaled(cut(lowered.graph, all_durations, self.blocks), slow))
         return program
 
@@ -177,8 +216,17 @@ class Pricing:
     def slopes(self, plan: Plan, tokens: Mapping[str, float], rest: Mapping[Key, float]) -> dict[Key, float]:
         """Added seconds of each task outside regions per unit of load over the mean: the least secant, so that the line stays below."""
         layout = plan.layout
-        known = (layout.sparse_group, layout.sparse_replicas, layout.fully_sharded_2d, layout.sync_every, plan.local_batch, plan.accumulation,
-                 plan.batching, plan.transport, plan.execution)
+        known = (
+            layout.sparse_group,
+            layout.sparse_replicas,
+            layout.fully_sharded_2d,
+            layout.sync_every,
+            plan.local_batch,
+            plan.accumulation,
+            plan.batching,
+            plan.transport,
+            plan.execution,
+        )
         if known in self._slopes:
             return self._slopes[known]
         small = dataclasses.replace(plan, model=self.single, regions=uniform(self.single, {n: c[0] for n, c in self.space.regions.items()}))
@@ -200,7 +248,9 @@ class Pricing:
         plan = dataclasses.replace(plan, regions=uniform(self.scenario.model, fastest))
         found = memory(plan, lowered.batch, lowered.loads, self.calibration)
         half = dataclasses.replace(lowered.batch, samples=lowered.batch.samples / 2)
-        other = memory(plan, dataclasses.replace(half, sequences={n: s.scaled(0.5, 1.0) for n, s in half.sequences.items()}), lowered.loads, self.calibration)
+        other = memory(
+            plan, dataclasses.replace(half, sequences={n: s.scaled(0.5, 1.0) for n, s in half.sequences.items()}), lowered.loads, self.calibration
+        )
         slope = 1.0
         if found.peak.value != other.peak.value:
             slope = (found.reserved.value - other.reserved.value) / (found.peak.value - other.peak.value)
@@ -210,9 +260,17 @@ class Pricing:
         buffer = 4.0 * float(lowered.loads.served.max(initial=0.0)) if layout.sparse_group > 1 else 0.0
         full = layout.fully_sharded_2d and layout.sparse_replicas > 1
         blocks = sum(self.blocks[name] * memories[name][choice].saved for name, choice in fastest.items())
-        return MemoryRow(resting=resting, buffer=buffer, embeddings=max(0.0, categories["saved_activations"] - blocks), gradients=categories["gradients"], usable=usable, accumulates=plan.accumulation > 1,
-                         keeps_unsharded=not layout.reshard_after_forward, table_share=1.0 / layout.sparse_replicas if full else 1.0,
-                         tables_in_flight=full)
+        return MemoryRow(
+            resting=resting,
+            buffer=buffer,
+            embeddings=max(0.0, categories["saved_activations"] - blocks),
+            gradients=categories["gradients"],
+            usable=usable,
+            accumulates=plan.accumulation > 1,
+            keeps_unsharded=keeps_unsharded(layout),
+            table_share=1.0 / layout.sparse_replicas if full else 1.0,
+            tables_in_flight=full,
+        )
 
     # --- tables ---
 
@@ -227,16 +285,28 @@ class Pricing:
             spread = {c: {"data_parallel": 1.0, "host_cached": 0.0}.get(c.sharding, 1.0 / group) for c in choices}
             on_device = {c: 0.0 if c.sharding == "host_cached" else 1.0 for c in choices}
             state = state_bytes(table, 1.0, table.dim) * table.rows
-            rows.append(TableRow(
-                name=tied.name, count=len(tied.tables),
-                weights={c: table.rows * table.dim * each * spread[c] for c in choices},
-                shard={c: r * w * each * on_device[c] for c, (r, w) in shards.items()},
-                state={c: state * max(spread[c], 1.0 / group) for c in choices},
-                shard_state={c: state_bytes(table, 1.0, w) * r for c, (r, w) in shards.items()},
-                served={c: elements * (r / table.rows) * (w / table.dim) / (group if c.sharding == "data_parallel" else 1.0) / max(mean_served, 1e-300)
-                        for c, (r, w) in shards.items()},
-                effort={c: effort(c, table, group) for c in choices}))
-        return rows if math.prod(math.comb(r.count + len(r.weights) - 1, r.count) for r in rows) <= MAX_POINTS else [undominated_tables(r) for r in rows]
+            rows.append(
+                TableRow(
+                    name=tied.name,
+                    count=len(tied.tables),
+                    weights={c: table.rows * table.dim * each * spread[c] for c in choices},
+                    shard={c: r * w * each * on_device[c] for c, (r, w) in shards.items()},
+                    state={c: state * max(spread[c], 1.0 / group) for c in choices},
+                    shard_state={c: state_bytes(table, 1.0, w) * r for c, (r, w) in shards.items()},
+                    served={
+                        c: elements
+                        * (r / table.rows)
+                        * (w / table.dim)
+                        / (group if c.sharding == "data_parallel" else 1.0)
+                        / max(mean_served, 1e-300)
+                        for c, (r, w) in shards.items()
+                    },
+                    effort={c: effort(c, table, group) for c in choices},
+                )
+            )
+        return (
+            rows if math.prod(math.comb(r.count + len(r.weights) - 1, r.count) for r in rows) <= MAX_POINTS else [undominated_tables(r) for r in rows]
+        )
 
     def choices(self, tied: TiedTables, group: int) -> tuple[TableChoice, ...]:
         return _choices(self, tied.name, group)
@@ -279,9 +349,18 @@ class Pricing:
             host += [size if offloaded else 0.0] * repeat
             spans += [c.sharding == "table_row_wise"] * repeat
             owner += [k] * repeat
-        found = place(Items.of(np.array(loads), np.array(bytes_), host_memory=np.array(host), spans_host=np.array(spans, dtype=bool)),
-                      Group(num_ranks=group, ranks_per_host=local, groups_per_host=max(1, cluster.devices_per_host // group), memory_cap=cap,
-                            host_cap=cluster.host_memory_bytes or np.inf, base_loads=base_loads, base_memory=base_memory))
+        found = place(
+            Items.of(np.array(loads), np.array(bytes_), host_memory=np.array(host), spans_host=np.array(spans, dtype=bool)),
+            Group(
+                num_ranks=group,
+                ranks_per_host=local,
+                groups_per_host=max(1, cluster.devices_per_host // group),
+                memory_cap=cap,
+                host_cap=cluster.host_memory_bytes or np.inf,
+                base_loads=base_loads,
+                base_memory=base_memory,
+            ),
+        )
         ranks: list[list[int]] = [[] for _ in decided]
         for k, rank, whole in zip(owner, found.ranks, spans):
             ranks[k] += range(rank * local, (rank + 1) * local) if whole else [int(rank)]
@@ -323,10 +402,15 @@ def effort(choice: TableChoice, table: TableGroup, group: int) -> float:
     """Tie-break between shardings of equal time: even spread first where a table has rows for all ranks, then whole tables, then pieces."""
     if choice.sharding == "row_wise":
         return 0.0 if table.rows >= 8 * group else 2.0
-    return {"table_wise": 1.0, "column_wise": 1.0 + choice.num_shards / 64, "table_row_wise": 1.5, "data_parallel": 3.0, "host_cached": 4.0}[choice.sharding]
+    return {"table_wise": 1.0, "column_wise": 1.0 + choice.num_shards / 64, "table_row_wise": 1.5, "data_parallel": 3.0, "host_cached": 4.0}[
+        choice.sharding
+    ]
 
 
 def scaled(chain: Cut, factor: float) -> Cut:
     """A chain of seconds on a nominal device on one that is `factor` slower."""
-    return Cut(constant=chain.constant * factor, slope=chain.slope * factor,
-               coefficients={r: {c: s * factor for c, s in by.items()} for r, by in chain.coefficients.items()})
+    return Cut(
+        constant=chain.constant * factor,
+        slope=chain.slope * factor,
+        coefficients={r: {c: s * factor for c, s in by.items()} for r, by in chain.coefficients.items()},
+    )

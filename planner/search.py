@@ -6,9 +6,11 @@
     4  else it is simulated: the best so far is the incumbent; the solution is cut off and the candidate goes back with its next bound
     5  the search ends when no open bound is below the incumbent by more than the gap, or at the time limit
 
-Two gaps are reported: the integer program's own at the incumbent, and incumbent against the lowest open bound, which holds for every plan of the space.
+Two gaps are reported: the integer program's own at the incumbent, and incumbent against the lowest open bound, which holds for every plan of
+the space.
 Nothing depends on time unless the limit is reached: equal inputs give byte-identical plans.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,7 +44,8 @@ MAX_CHAINS = 25
 class Certificate:
     """How good the plan is proven to be.
 
-    status: `optimal` (no open bound below the incumbent), `within_gap`, or `time_limit`. gap: (incumbent - lowest open bound) / incumbent, placement and
+    status: `optimal` (no open bound below the incumbent), `within_gap`, or `time_limit`. gap: (incumbent - lowest open bound) / incumbent,
+    placement and
     simulation included; milp_gap: the integer program's at the incumbent; asked: the gap at which the search may stop.
     """
 
@@ -61,7 +64,8 @@ class Certificate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """`plan` with its prediction, `runners_up` of other candidates, best first; `candidates` as rows; `ties`: how many runners-up lie inside the interval."""
+    """`plan` with its prediction, `runners_up` of other candidates, best first; `candidates` as rows; `ties`: how many runners-up lie inside
+    the interval."""
 
     plan: Plan
     runners_up: tuple[Plan, ...]
@@ -116,7 +120,8 @@ class Search:
     # --- the loop ---
 
     def run(self, *, give_up: bool = False) -> None:
-        """Until no open bound is below the incumbent by more than the gap, or the time limit; the first plan is found in any case unless `give_up`."""
+        """Until no open bound is below the incumbent by more than the gap, or the time limit; the first plan is found in any case unless
+        `give_up`."""
         while min(self.next_first(), self.heap[0][0] if self.heap else np.inf) < self.threshold():
             if self.late() and (give_up or self.incumbent is not None):
                 self.timed_out = True
@@ -160,7 +165,8 @@ class Search:
         self.resolve(i, self.pricing.program(i), floor=float(self.first[i]), chains=0)
 
     def advance(self, bound: float, i: int, *, whatever: bool = False) -> None:
-        """Prices the solution of an open candidate: a chain for its program where its bound is above, else a simulation (with `whatever` in any case)."""
+        """Prices the solution of an open candidate: a chain for its program where its bound is above, else a simulation (with `whatever` in
+        any case)."""
         here = self.open.pop(i)
         try:
             plan = self.pricing.plan(i, here.choice)
@@ -257,9 +263,19 @@ class Search:
         gap = max(0.0, 1.0 - lowest / best)
         status = "time_limit" if self.timed_out and gap > self.gap else "optimal" if gap <= SAME else "within_gap"
         closed = int(np.isin(self.status, ("infeasible", "too large")).sum())
-        return Certificate(status=status, gap=gap, milp_gap=self.incumbent.choice.gap, asked=self.gap, incumbent=best, lowest_open=lowest,
-                           candidates=len(self.first), too_large=int((~self.fits).sum()), solved=self.solves, simulated=self.simulations,
-                           closed=closed)
+        return Certificate(
+            status=status,
+            gap=gap,
+            milp_gap=self.incumbent.choice.gap,
+            asked=self.gap,
+            incumbent=best,
+            lowest_open=lowest,
+            candidates=len(self.first),
+            too_large=int((~self.fits).sum()),
+            solved=self.solves,
+            simulated=self.simulations,
+            closed=closed,
+        )
 
     def finished(self, priced: Priced, certificate: Certificate) -> Plan:
         """The plan with prediction, fingerprints and certificate (which holds no times, so that equal searches give equal files)."""
@@ -275,9 +291,18 @@ class Search:
         for i in [*shown, *np.setdiff1d(solved, shown)]:
             i, layout = int(i), self.space.candidates.layout(int(i))
             best = self.best.get(i)
-            rows.append({"candidate": i, **encode(layout), **self.space.candidates.options(i), "status": str(self.status[i]),
-                         "bound_s": float(self.bounds[i]) if np.isfinite(self.bounds[i]) else None, "least_memory_bytes": float(self.least_memory[i]),
-                         "simulated_s": best.seconds if best else None, "reserved_bytes": best.memory.reserved.value if best else None})
+            rows.append(
+                {
+                    "candidate": i,
+                    **encode(layout),
+                    **self.space.candidates.options(i),
+                    "status": str(self.status[i]),
+                    "bound_s": float(self.bounds[i]) if np.isfinite(self.bounds[i]) else None,
+                    "least_memory_bytes": float(self.least_memory[i]),
+                    "simulated_s": best.seconds if best else None,
+                    "reserved_bytes": best.memory.reserved.value if best else None,
+                }
+            )
         return tuple(rows)
 
 
@@ -290,15 +315,23 @@ def _codes(columns: list[np.ndarray]) -> np.ndarray:
     return code
 
 
-def search(scenario: ResolvedScenario, *, calibration: Calibration | None = None, time_limit: float | None = None, gap: float | None = None,
-           top: int | None = None) -> SearchResult:
+def search(
+    scenario: ResolvedScenario,
+    *,
+    calibration: Calibration | None = None,
+    time_limit: float | None = None,
+    gap: float | None = None,
+    top: int | None = None,
+) -> SearchResult:
     """The best plan of a scenario. `time_limit` [s], `gap` and `top` default to the scenario's.
 
     Raises NoFeasiblePlan with the least-bad candidate and what would help, UsageError when pins leave nothing.
     """
     options = scenario.search
     top = options.top if top is None else top
-    state = Search(scenario, calibration, time_limit=options.time_limit if time_limit is None else time_limit, gap=options.gap if gap is None else gap)
+    state = Search(
+        scenario, calibration, time_limit=options.time_limit if time_limit is None else time_limit, gap=options.gap if gap is None else gap
+    )
     state.run()
     if state.incumbent is None:
         from planner.infeasible import report
@@ -312,5 +345,12 @@ def search(scenario: ResolvedScenario, *, calibration: Calibration | None = None
     plans = tuple(state.finished(priced, certificate) for _, priced in ranked[:top])
     step = plans[0].prediction["step_time"]
     ties = sum(p.prediction["step_time"]["value"] <= step["high"] for p in plans[1:])
-    return SearchResult(plan=plans[0], runners_up=plans[1:], candidates=state.rows(), certificate=certificate,
-                        excluded=state.space.excluded + tuple(dict.fromkeys(state.pricing.table_log)), ties=ties, seconds=time.perf_counter() - state.start)
+    return SearchResult(
+        plan=plans[0],
+        runners_up=plans[1:],
+        candidates=state.rows(),
+        certificate=certificate,
+        excluded=state.space.excluded + tuple(dict.fromkeys(state.pricing.table_log)),
+        ties=ties,
+        seconds=time.perf_counter() - state.start,
+    )

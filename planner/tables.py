@@ -22,7 +22,8 @@ PLACED = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingOption:
-    """One way to shard a table: `num_shards` shards of `seconds` and `memory` [bytes] each; spread: `ranks` (shards go anywhere), `host` (one to every rank
+    """One way to shard a table: `num_shards` shards of `seconds` and `memory` [bytes] each; spread: `ranks` (shards go anywhere), `host`
+    (one to every rank
     of a host), `all` (one to every rank of the group)."""
 
     name: str
@@ -34,7 +35,8 @@ class ShardingOption:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TablesPlan:
-    """`options` and `ranks` (of every shard) by table; `heaviest` rank [s], `bound`: no plan is below it; `placement` of the shards that had a choice."""
+    """`options` and `ranks` (of every shard) by table; `heaviest` rank [s], `bound`: no plan is below it; `placement` of the shards that had
+    a choice."""
 
     options: tuple[ShardingOption, ...]
     ranks: tuple[tuple[int, ...], ...]

@@ -1,0 +1,119 @@
+"""The search: equal to exhaustive enumeration, truthful gaps, reproducible plans, and plain words when nothing fits."""
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks.instances import best_of_all, enumerate_plans, instance
+from costmodel.simulate import bound
+from planner.bounds import critical_chain
+from planner.errors import NoFeasiblePlan
+from planner.placement import PlacementError
+from planner.pricing import Pricing
+from planner.scenario import Pins, load_scenario
+from planner.search import Search, search
+from planner.space import build_space
+
+
+@pytest.mark.parametrize("seed", [1, 2, 6, 12, 15, 16])
+def test_equals_exhaustive_enumeration_of_simulated_time(seed):
+    scenario = instance(seed)
+    best, plans = best_of_all(scenario)
+    state = Search(scenario, None, time_limit=None, gap=0.0)
+    state.run()
+    assert plans > 50 and best is not None and state.incumbent is not None
+    assert state.incumbent.seconds == pytest.approx(best, rel=2e-6)
+    assert state.certificate(state.lowest_open()).status == "optimal"
+
+
+@pytest.mark.parametrize("seed", [12, 16])
+def test_program_and_chain_are_below_every_plan(seed):
+    scenario = instance(seed)
+    state = Search(scenario, None, time_limit=None, gap=0.0)
+    programs = {}
+    for i, choice, priced in enumerate_plans(scenario):
+        if priced is None or not priced.memory.fits:
+            continue
+        program = programs.setdefault(i, state.pricing.program(i))
+        assert max(c.at(choice.regions) for c in program.cuts) <= priced.seconds * (1 + 1e-9)
+        assert state.first[i] <= priced.seconds * (1 + 1e-9)
+        assert state.least_memory[i] <= priced.memory.reserved.value * (1 + 1e-9)
+
+
+def test_first_bounds_are_below_simulated_plans_of_a_large_space():
+    scenario = load_scenario("gem-512xh200", with_variants=False)
+    state = Search(scenario, None, time_limit=None, gap=0.0)
+    rng = np.random.default_rng(5)
+    seen = 0
+    for i in rng.choice(state.order, 6, replace=False):
+        program = state.pricing.program(int(i))
+        choice = program.solve(time_limit=20.0, gap=1e-3)
+        if choice is None:
+            continue
+        try:
+            priced = state.pricing.price(state.pricing.plan(int(i), choice), choice)
+        except PlacementError:
+            continue
+        seen += 1
+        assert state.first[i] <= priced.seconds * (1 + 1e-9)
+        assert choice.bound <= priced.seconds * (1 + 1e-9)
+    assert seen >= 3
+
+
+def test_critical_chain_lies_between_the_bound_and_the_simulation():
+    scenario = load_scenario("gem-8xh200", with_variants=False)
+    space = build_space(scenario)
+    pricing = Pricing(scenario, space, None)
+    for i in np.random.default_rng(0).integers(0, len(space.candidates), 8):
+        program = pricing.program(int(i))
+        choice = program.solve(time_limit=20.0, gap=1e-3)
+        priced = pricing.price(pricing.plan(int(i), choice), choice)
+        slow = pricing.slowest(priced.plan)[1]
+        value, terms = critical_chain(priced.lowered.graph)
+        assert bound(priced.lowered.graph) * (1 - 1e-12) <= value <= priced.seconds / slow * (1 + 1e-9)
+        assert terms
+
+
+def test_two_searches_write_byte_identical_plans(tmp_path):
+    scenario = load_scenario("quickstart", with_variants=False)
+    for name in ("a", "b"):
+        search(scenario, time_limit=60.0).plan.save(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_time_limit_gives_the_best_found_with_its_true_gap():
+    scenario = load_scenario("gem-512xh200", with_variants=False)
+    result = search(scenario, time_limit=0.5, gap=0.0, top=1)
+    certificate = result.certificate
+    assert certificate.status == "time_limit"
+    assert 0 < certificate.gap < 1 and certificate.lowest_open < certificate.incumbent
+    assert certificate.gap == pytest.approx(1 - certificate.lowest_open / certificate.incumbent)
+    assert result.plan.prediction["memory"]["fits"]
+
+
+def test_every_table_is_placed_exactly_once_and_the_plan_loads():
+    scenario = load_scenario("gem-8xh200", with_variants=False)
+    plan = search(scenario, time_limit=30.0, gap=0.02, top=1).plan
+    names = [n for t in scenario.model.tables for n in t.names]
+    assert sorted(p.table for p in plan.tables) == sorted(names)
+    assert plan.search["gap"] <= 0.02 and plan.layout.world_size == 8
+
+
+def test_pins_hold():
+    scenario = load_scenario("gem-8xh200", with_variants=False)
+    pins = Pins(layout={"fsdp": 4}, precision={"heads": "fp32"}, checkpoint={"history.0": "full"}, sharding={"feature.3": "table_wise"})
+    plan = search(dataclasses.replace(scenario, pins=pins), time_limit=30.0, gap=0.05, top=1).plan
+    options = {r.region: r.options for r in plan.regions}
+    assert plan.layout.fsdp == 4
+    assert {o.precision for o in options["heads"]} == {"fp32"} and {o.checkpoint for o in options["history.0"]} == {"full"}
+    assert next(t for t in plan.tables if t.table == "feature.3").sharding == "table_wise"
+
+
+def test_nothing_fits_says_by_how_much_and_what_would_help():
+    scenario = load_scenario("gem-8xh200", with_variants=False)
+    tight = dataclasses.replace(scenario, cluster=dataclasses.replace(scenario.cluster, memory_budget=3e9))
+    with pytest.raises(NoFeasiblePlan) as caught:
+        search(tight, time_limit=20.0)
+    text = str(caught.value)
+    assert "none of 1,176 candidates fits into 2.79 GiB per rank" in text and "GiB missing" in text
+    assert "its largest parts: " in text and "ways out, each solved:" in text and "no memory_budget" in text
