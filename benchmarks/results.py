@@ -109,8 +109,8 @@ def write(name: str, rows: list[Row], *, command: str, title: str, intro: str = 
 
 def _markdown(title: str, intro: str, document: dict[str, Any]) -> str:
     env = document["environment"]
-    lines = [f"# {title}", "", f"`{document['command']}` on {document['date']}, commit {document['commit']}; {env['device']}, driver {env['driver']}, "
-             f"torch {env['torch']}, triton {env['triton']}, {env['cpu']}.", ""]
+    where = f"{env['device']}, driver {env['driver']}, torch {env['torch']}, triton {env['triton']}, {env['cpu']}"
+    lines = [f"# {title}", "", f"`{document['command']}` on {document['date']}, commit {document['commit']}; {where}.", ""]
     if intro:
         lines += [intro.strip(), ""]
     lines += ["| what | value | unit | target | aim | holds | peers | note |", "|---|---|---|---|---|---|---|---|"]
