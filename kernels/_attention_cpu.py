@@ -1,8 +1,9 @@
 """CPU path of jagged attention, softmax and activations alike: padded batched products over buckets of similar lengths.
 
 Sequences are sorted by length and neighbours share a bucket while padding them to a common length costs less than one more
-bucket does. Inside a bucket: gather, two (forward) or five (backward) batched products, scatter. Nothing is padded to the
-batch's maximum and no Python runs per sequence. float32 and bfloat16 inputs compute in float32, float64 in float64.
+bucket does. Inside a bucket: gather, PyTorch's fused CPU attention where it can express the case (softmax without window, bias or
+grouped heads), else two (forward) or five (backward) batched products, scatter. Nothing is padded to the batch's maximum and no
+Python runs per sequence. float32 and bfloat16 inputs compute in float32, float64 in float64.
 """
 
 import functools
@@ -67,6 +68,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor], bia
     softmax = options.kind == "softmax"
     lse = torch.full((q.shape[0], q.shape[1], 1) if softmax else (0, q.shape[1], 1), -math.inf, dtype=_accumulate(q))
     for bucket in _plan(q, k, offsets):
+        if _fused_fits(q, k, bucket, bias, options):
+            _fused_forward(bucket, q, k, v, out, lse, options)
+            continue
         heads = _Heads(q, k, bucket)
         scores, keep = heads.scores(q, k, bias, options)
         if softmax:
@@ -87,6 +91,9 @@ def backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tables = [None if table is None else torch.zeros(table.shape, dtype=_accumulate(q)) for table in bias[:2]]
     for bucket in _plan(q, k, offsets):
+        if _fused_fits(q, k, bucket, bias, options):
+            _fused_backward(bucket, grad, q, k, v, out, lse, (dq, dk, dv), options)
+            continue
         heads = _Heads(q, k, bucket)
         scores, keep = heads.scores(q, k, bias, options)
         dout, values = heads.q(grad), heads.kv(v)
@@ -105,6 +112,55 @@ def backward(
         bucket.k.scatter(heads.keys_first(heads.matmul(dscores, heads.q(q), transpose=True)), dk)
         bucket.q.scatter(heads.rows_first(heads.matmul(dscores, heads.kv(k))), dq)
     return dq, dk, dv, *(None if d is None else d.to(table.dtype) for d, table in zip(tables, bias[:2], strict=True))
+
+
+def _fused_fits(q: Tensor, k: Tensor, bucket: Bucket, bias: tuple, options: AttentionOptions) -> bool:
+    """Whether PyTorch's fused CPU attention does this bucket: its backward cannot have rows without a column."""
+    plain = options.kind == "softmax" and options.window <= 0 and bias[0] is None and bias[1] is None
+    return plain and q.shape[1] == k.shape[1] and not (options.causal and bool((bucket.q.lengths > bucket.k.lengths).any()))
+
+
+def _fused_mask(bucket: Bucket, options: AttentionOptions, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask `(n, 1, Lq or 1, Lk)`; padded queries keep columns too, their gradient is zeroed instead."""
+    if bucket.k.kept is None and not options.causal:
+        return None
+    keep = (torch.arange(bucket.k.length) < bucket.k.lengths[:, None])[:, None, None, :]
+    if options.causal:
+        keep = keep & mask_keeps(_delta(bucket), causal=True, window=0)[:, None]
+    return torch.zeros(keep.shape, dtype=dtype).masked_fill_(~keep, -math.inf)
+
+
+def _fused_forward(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> None:
+    dtype = _accumulate(q)
+    mask = _fused_mask(bucket, options, dtype)
+    padded = (side.pad(x, dtype).transpose(1, 2) for side, x in ((bucket.q, q), (bucket.k, k), (bucket.k, v)))
+    result, row_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *padded, 0.0, False, attn_mask=mask, scale=options.scale
+    )  # fmt: skip
+    bucket.q.scatter(result.transpose(1, 2), out)
+    bucket.q.scatter(row_lse.transpose(1, 2).unsqueeze(-1), lse)
+
+
+def _fused_backward(bucket: Bucket, grad, q, k, v, out, lse, into: tuple[Tensor, Tensor, Tensor], options) -> None:
+    dtype = _accumulate(q)
+    mask = _fused_mask(bucket, options, dtype)
+    dout = bucket.q.pad(grad, dtype)
+    if bucket.q.kept is not None:  # a padded row repeats a real one: it must not count twice in dK and dV
+        real = torch.arange(bucket.q.length) < bucket.q.lengths[:, None]
+        dout.masked_fill_(~real[:, :, None, None], 0.0)
+    tensors = (side.pad(x, dtype).transpose(1, 2) for side, x in ((bucket.q, q), (bucket.k, k), (bucket.k, v), (bucket.q, out)))
+    row_lse = bucket.q.pad(lse.t().unsqueeze(-1), dtype).squeeze(-1).transpose(1, 2).contiguous()
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout.transpose(1, 2), *tensors, row_lse, 0.0, False, attn_mask=mask, scale=options.scale
+    )  # fmt: skip
+    for side, gradient, target in zip((bucket.q, bucket.k, bucket.k), gradients, into, strict=True):
+        side.scatter(gradient.transpose(1, 2), target)
+
+
+def _delta(bucket: Bucket) -> Tensor:
+    """`(n, Lq, Lk)`: row + (Lk - Lq) - col of every padded pair."""
+    rows = torch.arange(bucket.q.length)[None, :] + (bucket.k.lengths - bucket.q.lengths)[:, None]
+    return rows[:, :, None] - torch.arange(bucket.k.length)
 
 
 class _Heads:
@@ -148,11 +204,6 @@ class _Heads:
             scores.masked_fill_(~keep, -math.inf)
         return scores, keep
 
-    def delta(self) -> Tensor:
-        bucket = self.bucket
-        rows = torch.arange(bucket.q.length)[None, :] + (bucket.k.lengths - bucket.q.lengths)[:, None]
-        return rows[:, :, None] - torch.arange(bucket.k.length)
-
     def keep(self, options: AttentionOptions) -> Tensor | None:
         """`(n or 1, 1, Lq, Lk)`; padded rows may keep anything, nothing reads them back and their gradient arrives as a copy."""
         bucket = self.bucket
@@ -163,14 +214,14 @@ class _Heads:
             real = real & (torch.arange(bucket.q.length) < bucket.q.lengths[:, None])[:, None, :, None]
         if not options.causal and options.window <= 0:
             return real
-        return real & mask_keeps(self.delta(), causal=options.causal, window=options.window)[:, None]
+        return real & mask_keeps(_delta(self.bucket), causal=options.causal, window=options.window)[:, None]
 
     def bias_rows(self, bias: tuple) -> list[tuple[Tensor, Tensor]]:
         """Pairs of (table, its row for every `(n, Lq, Lk)`)."""
         position_table, time_table, q_times, k_times = bias
         found = []
         if position_table is not None:
-            found.append((position_table, position_bucket(self.delta(), position_table.shape[0])))
+            found.append((position_table, position_bucket(_delta(self.bucket), position_table.shape[0])))
         if time_table is not None:
             rows = q_times.index_select(0, self.bucket.q.gather).long().view(self.n, -1, 1)
             columns = k_times.index_select(0, self.bucket.k.gather).long().view(self.n, 1, -1)
