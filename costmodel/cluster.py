@@ -1,7 +1,7 @@
 """Devices, links and clusters, in SI units: bytes, bytes/s, FLOP/s, seconds, watts, dollars per hour.
 
-A rank is one device. Ranks are numbered host by host; a zone is `hosts_per_zone` consecutive hosts. `tiers` go from the innermost to the outermost link; a
-collective whose group spans a tier pays that tier's bandwidth and latency.
+A rank is one device. Ranks are numbered host by host; a zone is `hosts_per_zone` consecutive hosts. `tiers` go from the innermost to the outermost
+link; a collective whose group spans a tier pays that tier's bandwidth and latency.
 """
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Device:
 class LinkTier:
     """A tier of links: `bandwidth` [bytes/s per rank and direction], `latency` [s per hop of a bulk transfer], `scope`: how many ranks it joins.
 
-    `oversubscription` n: n ranks' worth of traffic share one rank's bandwidth when all cross the tier at once. `in_network_reduction`: switches reduce
-    (NVLS, SHARP), which serves all-reduce only; off unless the cluster is known to allow it.
+    `oversubscription` n: n ranks' worth of traffic share one rank's bandwidth when all cross the tier at once. `in_network_reduction`: switches
+    reduce (NVLS, SHARP), which serves all-reduce only; off unless the cluster is known to allow it.
     """
 
     name: str
@@ -62,6 +62,12 @@ class Reliability:
     step_jitter: float = 0.0
     source: str = ""
 
+    def __post_init__(self) -> None:
+        if self.failures_per_device_hour < 0 or self.restart_seconds < 0 or self.step_jitter < 0:
+            raise ValueError("reliability: failures_per_device_hour, restart and step_jitter must be >= 0")
+        if not 0 <= self.slow_node_probability <= 1 or self.slow_node_factor < 1:
+            raise ValueError("reliability: 0 <= slow_node_probability <= 1 and slow_node_factor >= 1 are needed")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
@@ -69,6 +75,10 @@ class Price:
 
     dollars_per_device_hour: float
     source: str
+
+    def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise ValueError("price: a source is needed")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +108,9 @@ class Cluster:
             raise ValueError(f"cluster {self.name}: {self.num_hosts} hosts do not divide into zones of {self.hosts_per_zone}; legal: {legal}")
         if not self.tiers and self.num_ranks > 1:
             raise ValueError(f"cluster {self.name}: {self.num_ranks} ranks need at least one link tier")
+        names = [tier.name for tier in self.tiers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"cluster {self.name}: tier names must be unique, got {', '.join(names)}")
 
     @property
     def num_ranks(self) -> int:

@@ -7,6 +7,7 @@ A number without a unit is refused, 0 excepted: nobody can tell whether 80 means
 from __future__ import annotations
 
 import decimal
+import math
 import re
 from typing import Literal
 
@@ -26,7 +27,7 @@ UNITS: dict[str, dict[str, float]] = {
     "watts": {"W": 1.0, "kW": 1e3, "MW": 1e6},
 }
 EXAMPLES = {"bytes": "141 GB (or GiB)", "bytes/s": "4.8 TB/s", "FLOP/s": "989 TFLOP/s", "seconds": "5 us", "$/h": "2.5 $/h", "watts": "700 W"}
-_NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*")
+_NUMBER = re.compile(r"\s*([+-]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(.*?)\s*")
 
 
 def parse(text: str | int | float, kind: Kind) -> float:
@@ -50,6 +51,8 @@ def parse(text: str | int | float, kind: Kind) -> float:
         same = [u for u in UNITS[kind] if u.lower() == unit.lower()]
         hint = f" (did you mean {same[0]!r}?)" if same else ""
         raise ValueError(f"unknown unit {unit!r} in {text!r}{hint}; {wanted}, is needed")
+    if not math.isfinite(value * factor):
+        raise ValueError(f"{text!r} is too large; {wanted}, is needed")
     return float(decimal.Decimal(repr(value)) * decimal.Decimal(repr(factor)))
 
 

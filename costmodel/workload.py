@@ -110,14 +110,20 @@ class EventSource:
     num_events: int = 100_000
     like_threshold: float = 4.0
 
+    def __post_init__(self) -> None:
+        if self.kind in ("recbole", "parquet") and not self.path:
+            raise ValueError(f"source: kind {self.kind} needs `path`")
+        if self.num_events < 1 or (self.max_history is not None and self.max_history < 1):
+            raise ValueError(f"source: num_events and max_history must be >= 1, got {self.num_events} and {self.max_history}")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What one training job eats.
 
-    `global_batch` samples per optimizer step over all ranks; a layout's local batch is global_batch / (ranks x accumulation). When a model is defined per
-    rank, give `local_batch` instead and the global batch follows the world size; exactly one of the two is set. `lengths` maps a sequence's name to
-    its distribution; `zipf` overrides id skew per table name. `num_steps` bounds a run; `epochs` repeats a finite source.
+    `global_batch` samples per optimizer step over all ranks; a layout's local batch is global_batch / (ranks x accumulation). When a model is defined
+    per rank, give `local_batch` instead and the global batch follows the world size; exactly one of the two is set. `lengths` maps a sequence's name
+    to its distribution; `zipf` overrides id skew per table name. `num_steps` bounds a run; `epochs` repeats a finite source.
     """
 
     name: str
@@ -139,6 +145,14 @@ class Workload:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"workload: {key} must be >= 1, got {value}")
+        if self.epochs < 1:
+            raise ValueError(f"workload: epochs must be >= 1, got {self.epochs}")
+        for key in ("learning_rate", "sparse_learning_rate", "weight_decay"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"workload: {key} must be >= 0, got {getattr(self, key)}")
+        for name, exponent in self.zipf.items():
+            if exponent < 0:
+                raise ValueError(f"workload: zipf of {name} must be >= 0, got {exponent}")
 
     def global_batch_on(self, world_size: int) -> int:
         """Samples per optimizer step over `world_size` ranks."""

@@ -9,6 +9,8 @@ recomputed; large tables row-wise over the group, the others table-wise on the r
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacemen
 from costmodel.regions import regions
 from planner.errors import UsageError
 from planner.scenario import ResolvedScenario
-from planner.space import EXECUTABLE, PREDICT_ONLY
+from planner.space import CHECKPOINTS, PRECISIONS, predict_only_reasons
 
 # A table whose weights and state exceed this share of a rank's memory is spread over the group [Assumed: four such tables would fill a rank].
 _LARGE_TABLE = 0.25
@@ -32,8 +34,8 @@ def default_plan(scenario: ResolvedScenario) -> tuple[Plan, tuple[str, ...]]:
     default = "fp32" if scenario.cluster.device.kind == "cpu" else "bf16"
     options = []
     for region in regions(scenario.model):
-        precision = scenario.pins.option("precision", region.name) or default
-        checkpoint = scenario.pins.option("checkpoint", region.name) or "none"
+        precision = _option(scenario, "precision", region.name, (default, *PRECISIONS))
+        checkpoint = _option(scenario, "checkpoint", region.name, CHECKPOINTS)
         options.append(RegionPlan(region=region.name, options=(RegionOption(count=region.count, precision=precision, checkpoint=checkpoint),)))  # type: ignore[arg-type]
     if not scenario.pins.precision:
         notes.append(f"precision is not pinned: {default} everywhere")
@@ -58,17 +60,30 @@ def default_plan(scenario: ResolvedScenario) -> tuple[Plan, tuple[str, ...]]:
 
 def predict_only(plan: Plan) -> tuple[str, ...]:
     """Why no code here can execute the plan; empty when it can be run."""
-    used = [("precision", o.precision) for r in plan.regions for o in r.options] + [
-        ("checkpoint", o.checkpoint) for r in plan.regions for o in r.options
-    ]
-    used += [("sharding", t.sharding) for t in plan.tables]
-    used += [("batching", plan.batching), ("transport", plan.transport), ("execution", plan.execution)]
-    reasons = {f"{what} {name}: {PREDICT_ONLY.get(name, 'not executable')}" for what, name in used if name not in EXECUTABLE[what]}
+    options = [o for r in plan.regions for o in r.options]
+    reasons = set(
+        predict_only_reasons(
+            layout=plan.layout,
+            options={"batching": plan.batching, "transport": plan.transport, "execution": plan.execution},
+            precisions=(o.precision for o in options),
+            checkpoints=(o.checkpoint for o in options),
+            shardings=(t.sharding for t in plan.tables),
+        )
+    )
     if plan.exchange != "rows" or plan.wire is not None:
         reasons.add("exchange: the runtime sends distinct rows in the tables' number format")
-    if plan.layout.fully_sharded_2d:
-        reasons.add(f"fully_sharded_2d: {PREDICT_ONLY['fully_sharded_2d']}")
     return tuple(sorted(reasons))
+
+
+def _option(scenario: ResolvedScenario, what: Literal["precision", "checkpoint"], region: str, preferred: Sequence[str]) -> str:
+    """The pinned option of a region, else the first of `preferred` that is not excluded. Raises UsageError when none is left."""
+    pinned, out = scenario.pins.option(what, region), scenario.pins.excluded(what, region)
+    if pinned in out:
+        raise UsageError(f"scenario {scenario.name}: region {region}: {what} {pinned} is pinned and excluded at once")
+    left = [name for name in preferred if name not in out]
+    if pinned is None and not left:
+        raise UsageError(f"scenario {scenario.name}: region {region}: every {what} is excluded")
+    return pinned or left[0]
 
 
 def _layout(scenario: ResolvedScenario, notes: list[str]) -> Layout:

@@ -13,17 +13,22 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pydantic
 from ruamel.yaml import YAML, YAMLError
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.comments import CommentedMap, CommentedSeq, CommentedSet
 
 from costmodel.codec import suggest
 from planner.errors import Fault, FileError, Position, UsageError
 
 Path_ = tuple[str | int, ...]
 M = TypeVar("M", bound=pydantic.BaseModel)
+# Far above any real file (a histogram of 10,000 lengths is 20,000 values); aliases of aliases reach billions in ten lines.
+_MOST_NODES = 200_000
+_CORE_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge"))
+# Characters of a wrong value that an error repeats.
+_SHOWN = 80
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -117,40 +122,72 @@ def loads(text: str, path: Path | str) -> Document:
         position = Position(file=path, line=mark.line + 1 if mark else 1, column=mark.column + 1 if mark else 1)
         problem = str(getattr(error, "problem", None) or error).strip().splitlines()[0]
         raise FileError([Fault(position=position, path="", message=f"not YAML: {problem}")]) from error
+    except (ValueError, TypeError, RecursionError) as error:  # a tag that does not fit its value, a number of thousands of digits, endless nesting
+        words = str(error).splitlines()[0][:_SHOWN] if str(error) else type(error).__name__
+        raise FileError([Fault(position=Position(file=path, line=1, column=1), path="", message=f"not YAML: {words}")]) from error
     if root is None:
         raise FileError([Fault(position=Position(file=path, line=1, column=1), path="", message="the file is empty")])
-    positions: dict[Path_, Position] = {(): Position(file=path, line=1, column=1)}
-    data = _plain(root, (), positions, path)
-    return Document(data=data, positions=positions, file=path)
+    reader = _Reader(file=path, positions={(): Position(file=path, line=1, column=1)})
+    return Document(data=reader.plain(root, ()), positions=reader.positions, file=path)
 
 
-def _plain(node: Any, at: Path_, positions: dict[Path_, Position], file: Path) -> Any:
-    if isinstance(node, CommentedMap):
-        result: dict[str, Any] = {}
-        for key, value in node.items():
-            place = node.lc.data.get(key) if node.lc.data else None
-            if place:
-                positions[(*at, str(key))] = Position(file=file, line=place[0] + 1, column=place[1] + 1)
-            result[str(key)] = _plain(value, (*at, str(key)), positions, file)
-        return result
-    if isinstance(node, CommentedSeq):
-        items: list[Any] = []
-        for index, value in enumerate(node):
-            place = node.lc.data.get(index) if node.lc.data else None
-            if place:
-                positions[(*at, index)] = Position(file=file, line=place[0] + 1, column=place[1] + 1)
-            items.append(_plain(value, (*at, index), positions, file))
-        return items
-    return _scalar(node)
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Reader:
+    """Turns what the YAML parser gives into plain data. Raises FileError for what a plain file does not hold: tags, keys that are not text,
+    endless aliases, whole numbers beyond 64 bits."""
 
+    file: Path
+    positions: dict[Path_, Position]
+    nodes: int = 0
+    open: set[int] = dataclasses.field(default_factory=set)
 
-def _scalar(node: Any) -> Any:
-    if node is None or isinstance(node, bool):
-        return node
-    for kind in (int, float, str):
-        if isinstance(node, kind):
-            return kind(node)
-    return node.isoformat() if isinstance(node, (datetime.date, datetime.datetime)) else str(node)
+    def plain(self, node: Any, at: Path_) -> Any:
+        self.nodes += 1
+        if self.nodes > _MOST_NODES:
+            self.refuse(at[:1], f"more than {_MOST_NODES:,} values, aliases counted where they are used")
+        tag = getattr(getattr(node, "tag", None), "value", None)
+        if (tag and str(tag) not in _CORE_TAGS) or isinstance(node, (bytes, CommentedSet)):
+            self.refuse(at, f"YAML tags (`{tag or '!!binary'}`) are not read; write plain text, numbers, lists and mappings")
+        if not isinstance(node, (CommentedMap, CommentedSeq)):
+            return self.scalar(node, at)
+        if id(node) in self.open:
+            self.refuse(at, "an alias inside what it names")
+        self.open.add(id(node))
+        if isinstance(node, CommentedMap):
+            value: Any = {self.key(node, key, at): self.plain(item, (*at, str(key))) for key, item in node.items()}
+        else:
+            value = [self.plain(item, self.place(node, index, (*at, index))) for index, item in enumerate(node)]
+        self.open.discard(id(node))
+        return value
+
+    def key(self, node: Any, key: Any, at: Path_) -> str:
+        path = self.place(node, key, (*at, str(key)))
+        if not isinstance(key, str):
+            shown = "null" if key is None else str(key)
+            self.refuse(path, f"a key must be text, not {shown[:_SHOWN]}" + (f'; write "{shown}"' if isinstance(key, (int, float)) else ""))
+        return str(key)
+
+    def place(self, node: Any, key: Any, path: Path_) -> Path_:
+        found = node.lc.data.get(key) if node.lc.data else None
+        if found:
+            self.positions[path] = Position(file=self.file, line=found[0] + 1, column=found[1] + 1)
+        return path
+
+    def scalar(self, node: Any, at: Path_) -> Any:
+        if node is None or isinstance(node, bool):
+            return node
+        if isinstance(node, int) and abs(node) >= 2**63:
+            self.refuse(at, "a whole number beyond 64 bits")
+        for kind in (int, float, str):
+            if isinstance(node, kind):
+                return kind(node)
+        if isinstance(node, (datetime.date, datetime.datetime)):
+            return node.isoformat()
+        return self.refuse(at, f"a {type(node).__name__} is neither text nor a number")
+
+    def refuse(self, at: Path_, message: str) -> NoReturn:
+        where = next(self.positions[at[:end]] for end in range(len(at), -1, -1) if at[:end] in self.positions)
+        raise FileError([Fault(position=where, path=dotted(at), message=message)])
 
 
 def locate(document: Document, key: str, origin: Path_) -> Path_:
@@ -211,16 +248,24 @@ def _fault(document: Document, model: type[pydantic.BaseModel], base: Path_, err
     if kind == "extra_forbidden":
         known = _fields(model, error["loc"][:-1])
         message = f"unknown key{suggest(str(error['loc'][-1]), known)}" + (f"; known: {', '.join(sorted(known))}" if known else "")
+    elif kind == "too_short":
+        message = f"at least {context['min_length']} value is needed"
     elif kind == "missing":
         message = "missing"
     elif kind in ("value_error", "assertion_error"):
         message = str(context.get("error", message))
     elif kind == "literal_error":
         options = [o.strip("'") for o in context["expected"].replace(" or ", ", ").split(", ")]
-        message = f"{error['input']!r} is none of {', '.join(options)}{suggest(str(error['input']), options)}"
+        message = f"{_shown(error['input'])} is none of {', '.join(options)}{suggest(str(error['input']), options)}"
     else:
-        message = f"{message[0].lower()}{message[1:]}, not {error['input']!r}"
+        words = message.split(" or instance of")[0].replace("dictionary", "mapping").replace("tuple", "list")
+        message = f"{words[0].lower()}{words[1:]}, not {_shown(error['input'])}"
     return document.fault(loc, message)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def _existing(document: Document, base: Path_, loc: tuple[Any, ...]) -> Path_:

@@ -24,9 +24,11 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -34,14 +36,22 @@ from costmodel.cluster import Cluster
 from costmodel.codec import suggest
 from costmodel.model import Model
 from costmodel.plan import Batching, Checkpoint, Precision, Sharding
+from costmodel.units import show
 from costmodel.workload import Workload
 from planner import catalogue
 from planner.errors import Fault, FileError
 from planner.files import Document, Path_, check, dotted, load, locate
-from planner.spec import ClusterFile, ModelFile, WorkloadFile, quantity
+from planner.spec import ClusterFile, ModelFile, Number, WorkloadFile, quantity
 
+_DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _SLOTS = {"cluster": "clusters", "model": "models", "workload": "workloads"}
 Count = pydantic.StrictInt
+Transport = Literal["nccl", "ncclx", "copy_engine", "gloo"]
+Execution = Literal["eager", "compile", "cuda_graph"]
+# Beyond these a typing error is likelier than a job, and figures would take minutes.
+_MOST_VARIANTS, _MOST_BLOCKS, _MOST_RANKS, _MOST_SAMPLES = 1000, 10_000, 2**20, 2**32
+# Keys of a scenario that a variant cannot set: they say what is compared, not what is planned.
+_NOT_VARIED = ("name", "description", "variants", "vary")
 
 
 class _Part(pydantic.BaseModel):
@@ -68,17 +78,17 @@ class ExcludeFile(_Part):
     checkpoint: dict[str, tuple[Checkpoint, ...]] = {}
     sharding: dict[str, tuple[Sharding, ...]] = {}
     batching: tuple[Batching, ...] = ()
-    transport: tuple[str, ...] = ()
-    execution: tuple[str, ...] = ()
+    transport: tuple[Transport, ...] = ()
+    execution: tuple[Execution, ...] = ()
     layouts: tuple[LayoutPins, ...] = ()
 
 
 class SearchFile(_Part):
     time_limit: quantity("seconds") = 20.0  # type: ignore[valid-type]
-    gap: pydantic.StrictFloat = pydantic.Field(default=0.01, ge=0, lt=1)
+    gap: Number = pydantic.Field(default=0.01, ge=0, lt=1)
     top: Count = pydantic.Field(default=5, ge=1)
     predict_only: pydantic.StrictBool = False
-    risk_budget: pydantic.StrictFloat | None = pydantic.Field(default=None, ge=0)
+    risk_budget: Number | None = pydantic.Field(default=None, ge=0)
 
 
 class VariantFile(_Part):
@@ -99,17 +109,17 @@ class ScenarioFile(_Part):
     local_batch: Count | None = pydantic.Field(default=None, ge=1)
     accumulation: Count | None = pydantic.Field(default=None, ge=1)
     batching: Batching | None = None
-    transport: pydantic.StrictStr | None = None
-    execution: Literal["eager", "compile", "cuda_graph"] | None = None
+    transport: Transport | None = None
+    execution: Execution | None = None
     precision: dict[str, Precision] = {}
     checkpoint: dict[str, Checkpoint] = {}
     sharding: dict[str, Sharding] = {}
     exclude: ExcludeFile = ExcludeFile()
     search: SearchFile = SearchFile()
-    tolerance: pydantic.StrictFloat = pydantic.Field(default=0.35, gt=0)
-    seed: Count = 0
+    tolerance: Number = pydantic.Field(default=0.35, gt=0)
+    seed: Count = pydantic.Field(default=0, ge=0)
     variants: tuple[VariantFile, ...] = ()
-    vary: dict[str, tuple[Any, ...]] = {}
+    vary: dict[str, Annotated[tuple[Any, ...], pydantic.Field(min_length=1)]] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +235,7 @@ def combined(reference: Path | str, names: Sequence[str]) -> ResolvedScenario:
 def _variants(document: Document) -> list[tuple[str, tuple[tuple[str, Any, Path_], ...]]]:
     """(name, ((dotted key, value, where it is written), ...)) of each item of `variants` and of the product in `vary`."""
     found: list[tuple[str, tuple[tuple[str, Any, Path_], ...]]] = []
+    faults: list[Fault] = []
     for index, variant in enumerate(document.data.get("variants") or ()):
         found.append((variant["name"], tuple((key, value, ("variants", index, "set", key)) for key, value in variant["set"].items())))
     vary = document.data.get("vary") or {}
@@ -232,6 +243,16 @@ def _variants(document: Document) -> list[tuple[str, tuple[tuple[str, Any, Path_
         for values in itertools.product(*vary.values()):
             sets = tuple((key, value, ("vary", key)) for key, value in zip(vary, values))
             found.append((", ".join(f"{key.rsplit('.', 1)[-1]}={_text(value)}" for key, value, _ in sets), sets))
+    seen: set[str] = set()
+    for name, sets in found:
+        if name in seen:
+            faults.append(document.fault(sets[0][2][:2] if sets else ("variants",), f"two variants are named {name!r}"))
+        seen.add(name)
+        faults += [document.fault(origin, f"a variant cannot set {key}") for key, _, origin in sets if key.split(".")[0] in _NOT_VARIED]
+    if len(found) > _MOST_VARIANTS:
+        faults.append(document.fault(("vary",), f"{len(found):,} variants; at most {_MOST_VARIANTS} are compared at once"))
+    if faults:
+        raise FileError(faults)
     return found
 
 
@@ -330,10 +351,15 @@ def _read_histogram(file: Path, document: Document, path: Path_) -> dict[str, An
 
 def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ...]) -> ResolvedScenario:
     cluster: Cluster = parsed.cluster.build()
-    if parsed.memory_budget == 0:
-        raise FileError([document.fault(("memory_budget",), "must be > 0")])
+    for key, value in (("memory_budget", parsed.memory_budget), ("search.time_limit", parsed.search.time_limit)):
+        if value == 0:
+            raise FileError([document.fault(tuple(key.split(".")), "must be > 0")])
     if parsed.memory_budget is not None:
         cluster = dataclasses.replace(cluster, memory_budget=parsed.memory_budget)
+    if cluster.memory_budget is not None and cluster.memory_budget > cluster.device.memory_bytes:
+        where: Path_ = ("memory_budget",) if parsed.memory_budget is not None else ("cluster", "memory_budget")
+        have, asked = show(cluster.device.memory_bytes, "bytes"), show(cluster.memory_budget, "bytes")
+        raise FileError([document.fault(where, f"{asked} is more than the {have} of a {cluster.device.name}; without a budget all of it is used")])
     exclude = Exclusions(
         **{
             **{name: getattr(parsed.exclude, name) for name in ExcludeFile.model_fields},
@@ -386,6 +412,10 @@ def _cross_check(scenario: ResolvedScenario, document: Document) -> None:
     for name in scenario.workload.zipf:
         if name not in tables and name not in groups:
             faults.append(document.fault(("workload", "zipf", name), f"model {scenario.model.name} has no table {name!r}{suggest(name, groups)}"))
+    if not _DEVICE_NAME.fullmatch(scenario.cluster.device.name):
+        faults.append(
+            document.fault(("cluster", "device", "name"), f"{scenario.cluster.device.name!r}: it names files; letters, digits and `._+-` are allowed")
+        )
     faults += _pin_faults(scenario, document, tables)
     faults += _layout_faults(scenario, document)
     if faults:
@@ -395,7 +425,14 @@ def _cross_check(scenario: ResolvedScenario, document: Document) -> None:
 def _pin_faults(scenario: ResolvedScenario, document: Document, tables: list[str]) -> list[Fault]:
     from costmodel.regions import regions
 
-    region_names = [r.name for r in regions(scenario.model)]
+    try:
+        known = regions(scenario.model)
+    except ValueError as error:  # what a block says of its own numbers
+        return [document.fault(("model",), str(error))]
+    blocks = sum(r.count for r in known)
+    if blocks > _MOST_BLOCKS:
+        return [document.fault(("model",), f"{blocks:,} blocks; at most {_MOST_BLOCKS:,} are planned")]
+    region_names = [r.name for r in known]
     faults = []
     for what, names, kind in (("precision", region_names, "region"), ("checkpoint", region_names, "region"), ("sharding", tables, "table")):
         for prefix, globs in (((what,), getattr(scenario.pins, what)), (("exclude", what), getattr(scenario.pins.exclude, what))):
@@ -412,7 +449,12 @@ def _pin_faults(scenario: ResolvedScenario, document: Document, tables: list[str
 
 def _layout_faults(scenario: ResolvedScenario, document: Document) -> list[Fault]:
     world, pins, faults = scenario.cluster.num_ranks, scenario.pins.layout, []
-    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    if world > _MOST_RANKS:
+        return [document.fault(("cluster", "num_hosts"), f"{world:,} ranks; at most {_MOST_RANKS:,} are planned")]
+    reach = max((scenario.cluster.scope_size(tier.scope) for tier in scenario.cluster.tiers), default=1)
+    if reach < world:
+        faults.append(document.fault(("cluster", "tiers"), f"the tiers join {reach} of the {world} ranks; a tier of scope cluster joins all"))
+    divisors = _divisors(world)
     for key in ("ddp", "fsdp", "sparse_group", "sparse_replicas", "ep"):
         value = pins.get(key, 1)
         if world % value:
@@ -431,18 +473,37 @@ def _layout_faults(scenario: ResolvedScenario, document: Document) -> list[Fault
                     f"but cluster {scenario.cluster.name} has {world} ranks",
                 )
             )
-    workload = scenario.workload
-    if scenario.pins.local_batch is not None and workload.global_batch is not None:
-        step = scenario.pins.local_batch * (scenario.pins.accumulation or 1) * world
-        if workload.global_batch % (scenario.pins.local_batch * world) or (scenario.pins.accumulation and step != workload.global_batch):
-            faults.append(
-                document.fault(
-                    ("local_batch",),
-                    f"{scenario.pins.local_batch} samples x {world} ranks x accumulation "
-                    f"{scenario.pins.accumulation or 'any'} cannot make the global batch of {workload.global_batch}",
-                )
-            )
-    return faults
+    return faults + _batch_faults(scenario, document)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def _batch_faults(scenario: ResolvedScenario, document: Document) -> list[Fault]:
+    """Pinned micro-batches that cannot make up the global batch."""
+    world, pins = scenario.cluster.num_ranks, scenario.pins
+    total = scenario.workload.global_batch_on(world)
+    if total > _MOST_SAMPLES:
+        return [document.fault(("workload", "global_batch"), f"{total:,} samples a step; at most {_MOST_SAMPLES:,} are planned")]
+    if total % world:
+        near = sorted({max(world, total // world * world), (total // world + 1) * world})
+        message = f"{total} samples do not divide over {world} ranks; nearest: {', '.join(map(str, near))}"
+        return [document.fault(("workload", "global_batch"), message)]
+    per_rank = total // world
+    made = (pins.local_batch or 1) * (pins.accumulation or 1)
+    if per_rank % made == 0 and (made == per_rank or pins.local_batch is None or pins.accumulation is None):
+        return []
+    name = "local_batch" if pins.local_batch is not None else "accumulation"
+    legal = _divisors(per_rank)
+    return [
+        document.fault(
+            (name,),
+            f"{pins.local_batch or 'any'} samples x {world} ranks x accumulation {pins.accumulation or 'any'} cannot make the global batch "
+            f"of {total}; legal {name}: {', '.join(map(str, legal))}",
+        )
+    ]
 
 
 __all__ = ["Change", "Exclusions", "Pins", "ResolvedScenario", "ScenarioFile", "SearchOptions", "combined", "dotted", "load_scenario"]

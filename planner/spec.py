@@ -34,7 +34,9 @@ _QUANTITIES: dict[type, dict[str, tuple[str, units.Kind]]] = {
     Price: {"dollars_per_device_hour": ("per_device_hour", "$/h")},
     Cluster: {"host_memory_bytes": ("host_memory", "bytes"), "memory_budget": ("memory_budget", "bytes")},
 }
-_STRICT = {int: pydantic.StrictInt, float: pydantic.StrictFloat, str: pydantic.StrictStr, bool: pydantic.StrictBool}
+# NaN and infinity are YAML numbers, but no quantity of a model or a machine.
+Number = Annotated[float, pydantic.Strict(), pydantic.AllowInfNan(False)]
+_STRICT = {int: pydantic.StrictInt, float: Number, str: pydantic.StrictStr, bool: pydantic.StrictBool}
 
 
 class FileModel(pydantic.BaseModel):
