@@ -214,6 +214,12 @@ class Calibration:
             self._ready[curve.key] = _Interpolant(curve)
         return self._ready[curve.key], relative
 
+    def host_constant(self, name: str, ranks: int, default: float) -> float:
+        """A constant of host ranks as it was measured with so many of them; `default` where it was not, or on a GPU."""
+        if self.environment.device_kind != "cpu":
+            return default
+        return self.constants.get(f"{name}/{ranks}", default)
+
     @property
     def launch_seconds(self) -> float:
         """Host time to launch one eager op; 0 on a CPU, whose op times hold it."""
@@ -299,9 +305,12 @@ def fit(environment: Environment, samples: Iterable[Sample], *, device: Device |
     for sample in ops:
         grouped[(sample.op, sample.variant, sample.phase, sample.dtype, sample.active_ranks)].append(sample)
     curves = tuple(_fit_curve(key, grouped[key], device) for key in sorted(grouped))
-    constants = {(s.op.removeprefix(CONSTANT_PREFIX) + (f"/{s.variant}" if s.variant else "")): s.seconds
-                 for s in kept if s.op.startswith(CONSTANT_PREFIX)}
-    bare = Calibration(environment=environment, device=device, curves=curves, constants=dict(sorted(constants.items())))
+    figures: dict[str, list[float]] = defaultdict(list)
+    for sample in kept:
+        if sample.op.startswith(CONSTANT_PREFIX):
+            figures[sample.op.removeprefix(CONSTANT_PREFIX) + (f"/{sample.variant}" if sample.variant else "")].append(sample.seconds)
+    constants = {name: float(np.median(values)) for name, values in sorted(figures.items())}
+    bare = Calibration(environment=environment, device=device, curves=curves, constants=constants)
     return dataclasses.replace(bare, compositions=_fit_compositions(bare, [s for s in kept if s.op.startswith(BLOCK_PREFIX)]))
 
 

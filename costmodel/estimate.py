@@ -33,6 +33,7 @@ from costmodel.stepgraph import COMPUTE, PHASES
 # say better].
 FLOOR_WIDTH = {"cpu": 0.12, "gpu": 0.06}
 MINIMUM_RUNS = 10
+WAITED_PHASES = ("input", "sparse", "forward", "backward", "optimizer")
 # A source that makes less than this share of a figure does not name it.
 NEGLIGIBLE = 0.01
 COVERAGE = 0.90
@@ -92,6 +93,7 @@ def _phase_seconds(lowered: Lowered, timeline: Timeline | None, seconds: float) 
     """Main-thread seconds by phase of the average rank, summing to `seconds`. A bound has compute by phase, and what it must wait beyond."""
     phases = dict.fromkeys(PHASES, 0.0)
     if timeline is not None:
+        timeline = _with_waiting(timeline, lowered.waiting)
         # a curve that is not monotone can make the slowest rank no slower: then everything shrinks alike
         scale = min(1.0, seconds / timeline.step_seconds) if timeline.step_seconds > 0 else 1.0
         phases |= {name: value * scale for name, value in timeline.phases.items()}
@@ -102,6 +104,16 @@ def _phase_seconds(lowered: Lowered, timeline: Timeline | None, seconds: float) 
             phases[task.phase] += task.seconds
     phases["exposed_communication"] += max(0.0, seconds - sum(phases.values()))
     return phases
+
+
+def _with_waiting(timeline: Timeline, waiting: float) -> Timeline:
+    """Takes what ranks wait for slower ones out of the phases of compute: the main thread sees it at the next collective."""
+    if waiting == 0:
+        return timeline
+    waited = {name: seconds * waiting / (1.0 + waiting) for name, seconds in timeline.phases.items() if name in WAITED_PHASES}
+    phases = {name: seconds - waited.get(name, 0.0) for name, seconds in timeline.phases.items()}
+    phases["exposed_communication"] = phases.get("exposed_communication", 0.0) + sum(waited.values())
+    return dataclasses.replace(timeline, phases=phases)
 
 
 def _interval(value: float, parts: object, name: str, plan: Plan, calibration: Calibration | None) -> Quantity:

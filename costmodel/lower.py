@@ -72,7 +72,8 @@ class Lowered:
     """A step graph with what an estimate needs beside it.
 
     parts: (phase, curve, source, seconds, spread) by phase, curve and source: seconds in all and the 90 % error of that sum [s]; model_flops: of
-    one rank and step, by convention at true average lengths; compute_bound: seconds of ops whose roof is compute, not bandwidth.
+    one rank and step, by convention at true average lengths; compute_bound: seconds of ops whose roof is compute, not bandwidth; waiting: what of the
+    compute tasks' seconds ranks wait for slower ones, over the rest of them.
     """
 
     graph: StepGraph
@@ -81,8 +82,8 @@ class Lowered:
     compute_bound: float
     batch: BatchShape
     loads: TableLoads
+    waiting: float
     notes: tuple[str, ...]
-
 
 class Pricer:
     """Times of ops and blocks on one plan's device under one calibration."""
@@ -92,6 +93,10 @@ class Pricer:
         self.active_ranks = plan.cluster.devices_per_host if self.device.kind == "cpu" else 1
         if plan.layout.world_size < self.active_ranks:
             self.active_ranks = plan.layout.world_size
+        # seconds of compute on a shared machine: the share of a core that a rank gets, then what it waits for ranks that got less (costmodel.samples)
+        self.waiting = calibration.host_constant("peer_wait", self.active_ranks, 0.0) if calibration is not None else 0.0
+        share = calibration.host_constant("processor_share", self.active_ranks, 1.0) if calibration is not None else 1.0
+        self._stretch = (1.0 + self.waiting) / share
         self._costs: dict[tuple[Op, str], Cost] = {}
         self._blocks: dict[tuple[int, int, str, str], Cost] = {}
         self._kept: list[BatchShape] = []
@@ -108,7 +113,8 @@ class Pricer:
     def time(self, one: Op, phase: str) -> OpTime:
         """Seconds of one op (all repetitions)."""
         if self.calibration is not None:
-            return self.calibration.predict(one, phase, active_ranks=self.active_ranks, device=self.device)
+            time = self.calibration.predict(one, phase, active_ranks=self.active_ranks, device=self.device)
+            return time if self._stretch == 1.0 else dataclasses.replace(time, seconds=time.seconds * self._stretch)
         host = one.count * compute.EAGER_LAUNCH_SECONDS if self.device.kind == "gpu" else 0.0
         return OpTime(seconds=compute.roofline_seconds(one, phase, self.device), host_seconds=host, source="roofline",
                       width=MINIMUM_WIDTH["roofline"], curve=f"roofline:{one.kind}")
@@ -301,7 +307,8 @@ class _Builder:
 
     def input(self) -> None:
         events = sum(shape.tokens for shape in self.batch.sequences.values())
-        cost = self.pricer.ops([op("input", samples=self.batch.samples, events=events)], STEP)
+        policy = "jagged" if self.plan.batching == "padded" else self.plan.batching  # the loader's work; the model pads
+        cost = self.pricer.ops([op("input", variant=policy, samples=self.batch.samples, events=events)], STEP)
         if not self.gpu:
             self.compute("input", cost, "input")
             return
@@ -478,7 +485,9 @@ class _Builder:
         cost = self.pricer.ops([op("adamw", parameters=parameters, tensors=tensors)], STEP)
         self.compute("adamw", cost, "optimizer", deps=reductions)
         calibration = self.pricer.calibration
-        measured = calibration.constants.get("step_overhead") if calibration is not None else None
+        measured = None
+        if calibration is not None:
+            measured = calibration.constants.get(f"step_overhead/{self.pricer.active_ranks}", calibration.constants.get("step_overhead"))
         seconds, source = (measured, "interpolated") if measured is not None else (STEP_OVERHEAD_SECONDS, "assumed")
         rest = dataclasses.replace(NO_COST, seconds=seconds, parts=(("step_overhead", source, seconds, MINIMUM_WIDTH[source]),))
         self.compute("step overhead", rest, "other")
@@ -521,7 +530,7 @@ def lower(plan: Plan, calibration: Calibration | None, *, factors: Mapping[str, 
     builder = _Builder(plan, shared, network(plan.cluster, calibration, plan.transport), batch, loads)
     builder.step()
     return Lowered(graph=StepGraph(tasks=tuple(builder.tasks)), parts=_merged(builder.parts), model_flops=model_flops(plan),
-                   compute_bound=builder.compute_bound, batch=batch, loads=loads, notes=_notes(plan, builder))
+                   compute_bound=builder.compute_bound, batch=batch, loads=loads, waiting=shared.waiting, notes=_notes(plan, builder))
 
 
 def _merged(parts: list[tuple[str, str, Source, float, float]]) -> tuple[tuple[str, str, Source, float, float], ...]:

@@ -18,10 +18,11 @@ BLOCK_PREFIX = "block:"
 # Not ops: single figures of the device.  launch_seconds: host time to launch one eager op; context_bytes: memory held before the first tensor;
 # allocator_overhead: reserved / allocated - 1 at the peak; memory_bandwidth [bytes/s], peak_flops (variant = dtype) [FLOP/s]: the best seen.
 # link_bandwidth [bytes/s]: of the host tier that the collectives ran on; collective_share (variant = transport/kind): compute seconds lost beside
-# one second of that collective.
+# one second of that collective. Of host ranks (variant = ranks): processor_share: of a core that a rank had while it was timed; peer_wait: seconds
+# that a rank waits for others to arrive at collectives over its seconds of compute, work being even.
 CONSTANT_PREFIX = "constant:"
 CONSTANTS = ("launch_seconds", "graph_launch_seconds", "context_bytes", "allocator_overhead", "memory_bandwidth", "peak_flops", "step_overhead",
-             "link_bandwidth", "collective_share")
+             "link_bandwidth", "collective_share", "processor_share", "peer_wait")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

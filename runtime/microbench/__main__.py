@@ -21,23 +21,20 @@ import torch.distributed as dist
 
 from costmodel import launch, ops
 from costmodel.ops import KINDS
-from costmodel.plan import Layout, Plan, TablePlacement
-from costmodel.regions import default_region_plans
+from costmodel.plan import Layout, Plan
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample, write_samples
 from runtime import mesh
 from runtime.data import open_source
 from runtime.hashes import source_hashes
-from runtime.microbench import blocks, cases, collectives, inputs
+from runtime.microbench import blocks, cases, collectives, inputs, steps, timing
 from runtime.microbench.requests import requests
 from runtime.microbench.timing import Timing, measure, summarize
-from runtime.trainer import Trainer
 
 # Seconds of processor time a launch may measure, seconds a point, spread points against those of quick.
-PRESETS = {"quick": (34.0, 0.012, 1.0), "full": (220.0, 0.05, 3.0)}
+PRESETS = {"quick": (28.0, 0.012, 1.0), "full": (220.0, 0.05, 3.0)}
 # Copies of the data so that a run does not find what the run before left in the cache [bytes to exceed: L2, or a core's share of L3].
 ROTATE_BYTES = {"cpu": 16e6, "cuda": 120e6}
 MAX_COPIES = 8
-OVERHEAD_STEPS = 12
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,9 +116,10 @@ def _time_everything(session: Session, plans: list[Plan], *, points: float, full
         _report_stage(session, "collectives")
     for plan in plans:
         source = open_source(plan.model, plan.workload, seed=plan.seed)
-        for features, timing in inputs.input_timings(plan, device=session.device, seconds=session.seconds * 4, source=source):
-            session.keep("input", ops.STEP, features, timing)
-        session.keep(CONSTANT_PREFIX + "step_overhead", ops.STEP, {}, step_overhead(plan, source, session))
+        for policy, features, timing in inputs.input_timings(plan, device=session.device, ranks=session.ranks, source=source):
+            session.keep("input", ops.STEP, features, timing, variant=policy)
+        for name, timing in steps.step_constants(plan, source, device=session.device, ranks=session.ranks).items():
+            session.keep(CONSTANT_PREFIX + name, ops.STEP, {}, timing, variant=str(session.ranks))
     _report_stage(session, "input and overhead")
     block_requests = blocks.block_requests(plans)
     for i, request in enumerate(block_requests):
@@ -130,11 +128,11 @@ def _time_everything(session: Session, plans: list[Plan], *, points: float, full
             break
         for phase in (ops.FORWARD, ops.BACKWARD):
             timing = measure(blocks.block_runs(request, phase, session.device, _copies(dict(request.features).get("tokens", 0) * 4e3, session)),
-                             device=session.device, seconds=session.seconds * 2)
+                             device=session.device, seconds=session.seconds * 2, cold=True)
             session.keep(BLOCK_PREFIX + request.kind, phase, dict(request.features), timing, dtype=request.dtype)
     _report_stage(session, "blocks")
     _time_ops(session, plans, points=points)
-
+    keep_processor_share(session)
 
 def _time_ops(session: Session, plans: list[Plan], *, points: float) -> None:
     wanted = [r for r in requests(plans, points=points, gpu=session.device.type == "cuda") if cases.executable(r)]
@@ -153,24 +151,11 @@ def _time_ops(session: Session, plans: list[Plan], *, points: float) -> None:
             _report_stage(session, "ops", done=i, of=len(wanted))
 
 
-def step_overhead(plan: Plan, source, session: Session) -> Timing:
-    """Time of a step outside everything that is modelled: the `other` phase of a few steps of the plan itself on this number of ranks."""
-    plan = executable_here(plan, session.ranks)
-    trainer = Trainer(plan, source, device=session.device)
-    trainer.train(OVERHEAD_STEPS)
-    trainer.phases += trainer.timer.finished(wait=True)
-    return summarize([p["other"] for p in trainer.phases[3:]])
-
-
-def executable_here(plan: Plan, ranks: int) -> Plan:
-    """The plan's model and batch on this launch's ranks: fp32 or bf16 as planned, tables in turn, nothing recomputed."""
-    names = [n for t in plan.model.tables for n in t.names]
-    local = max(1, min(plan.local_batch, 64))
-    workload = dataclasses.replace(plan.workload, local_batch=local, global_batch=None, num_steps=OVERHEAD_STEPS)
-    return dataclasses.replace(
-        plan, layout=Layout(fsdp=ranks, sparse_group=ranks), local_batch=local, accumulation=1, batching="jagged", execution="eager",
-        workload=workload, regions=default_region_plans(plan.model), predict_only=(), fingerprints={},
-        tables=tuple(TablePlacement(table=n, sharding="table_wise", ranks=(i % ranks,)) for i, n in enumerate(names)))
+def keep_processor_share(session: Session) -> None:
+    """How much of a core the ranks had while they were timed, other programs aside."""
+    share = timing.PROCESSOR.share
+    if session.device.type == "cpu" and share is not None:
+        session.keep(CONSTANT_PREFIX + "processor_share", ops.STEP, {}, summarize([share]), variant=str(session.ranks))
 
 
 def environment(device: torch.device) -> Environment:

@@ -1,10 +1,11 @@
 """Collectives of the trainer's own process group over a grid of sizes, and what FSDP2 does around them.
 
 `bytes` of a sample is the whole message: the gathered result, the full input of a reduction, one rank's whole send buffer of an all-to-all
-(costmodel.comms). Every call is issued and waited for as the trainer does; a barrier before each run lets all ranks start together.
+(costmodel.comms). Every call is issued and waited for as the trainer does. What a rank waits until the others have come is not the collective's.
 """
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,25 +22,29 @@ from runtime.optimizer import build_dense_optimizer
 from runtime.parallelize import TimedAllGather, TimedReduceScatter
 from runtime.phases import PhaseTimer
 
-QUICK_SIZES = tuple(2**e for e in (6, 10, 12, 14, 16, 18, 20, 21, 22, 23))
+QUICK_SIZES = tuple(2**e for e in (6, 10, 13, 16, 18, 20, 22, 23))
 FULL_SIZES = tuple(2**e for e in range(6, 29))
+PASSES = 3
+COMPUTE_SECONDS = 2e-3  # before each call
 # Parameters and tensors of the FSDP units to time: norms and heads up to a wide block.
 UNITS = ((130, 2), (2_000, 2), (8_000, 4), (16_000, 8), (50_000, 12), (130_000, 12), (500_000, 12))
 
 
 def collective_timings(meshes: Meshes, *, sizes: tuple[int, ...], seconds: float) -> Iterator[tuple[str, dict[str, float], Timing]]:
     """(kind, features, timing) for each collective and size. Collective over all ranks, which do the same number of repeats."""
-    group, n, device = dist.group.WORLD, meshes.world_size, meshes.device
-    for kind in COLLECTIVES:
-        for size in sizes:
-            elements = max(n, size // 4 // n * n)
-            full, part = torch.zeros(elements, device=device), torch.zeros(elements // n, device=device)
-            run = _issue(kind, full, part, n, group)
-            yield kind, {"bytes": 4.0 * elements, "group": float(n)}, _measure_together(run, seconds, device)
+    n, device = meshes.world_size, meshes.device
+    wanted = [(kind, max(n, size // 4 // n * n)) for kind in COLLECTIVES for size in sizes]
+    if device.type == "cuda":
+        timings = ((key, measure([_issue(*key, n, device)] * 4, device=device, seconds=seconds)) for key in wanted)
+    else:
+        timings = _measured_in_turn(wanted, n, device, seconds)
+    for (kind, elements), timing in timings:
+        yield kind, {"bytes": 4.0 * elements, "group": float(n)}, timing
 
 
-def _issue(kind: str, full: Tensor, part: Tensor, n: int, group) -> Run:
-    out, splits = torch.empty_like(full), [full.numel() // n] * n
+def _issue(kind: str, elements: int, n: int, device: torch.device) -> Run:
+    full, part, group = torch.zeros(elements, device=device), torch.zeros(elements // n, device=device), dist.group.WORLD
+    out, splits = torch.empty_like(full), [elements // n] * n
     calls = {
         "all_gather": lambda: all_gather_single(out, part, group=group, async_op=True),
         "reduce_scatter": lambda: reduce_scatter_single(part, full, group=group, async_op=True),
@@ -49,26 +54,40 @@ def _issue(kind: str, full: Tensor, part: Tensor, n: int, group) -> Run:
     return Run(run=lambda _: wait(calls[kind](), None))
 
 
-def _measure_together(run: Run, seconds: float, device: torch.device) -> Timing:
-    """All ranks repeat equally often: the number is agreed on after the first calls."""
-    if device.type == "cuda":
-        first = measure([run], device=device, seconds=0.0)
-    else:
-        run.run(None)
-        first = _repeated(run, 5)
-    repeats = torch.tensor([max(5.0, min(60.0, seconds / max(first.seconds, 1e-6)))], device=device)
-    dist.all_reduce(repeats, op=dist.ReduceOp.MIN)
-    return _repeated(run, int(repeats)) if device.type == "cpu" else measure([run] * 4, device=device, seconds=seconds)
+def _measured_in_turn(wanted: list[tuple[str, int]], n: int, device: torch.device, seconds: float) -> Iterator[tuple[tuple[str, int], Timing]]:
+    """Host collectives, `PASSES` times over all of them, so that no one of them bears alone what the machine did for a moment.
+
+    The mean stands for a call, as a step adds calls up: what delays some of them on a shared machine delays the step.
+    """
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in wanted}
+    for _ in range(PASSES):
+        for key, found in times.items():
+            run = _issue(*key, n, device)
+            first = statistics.median(_repeated(run, 3)[1:])
+            repeats = torch.tensor([max(3.0, min(10.0, seconds / PASSES / (first + COMPUTE_SECONDS)))])
+            dist.all_reduce(repeats, op=dist.ReduceOp.MIN)
+            found += _repeated(run, int(repeats))
+    for key, found in times.items():
+        yield key, dataclasses.replace(summarize(found), seconds=statistics.fmean(found))
 
 
-def _repeated(run: Run, repeats: int) -> Timing:
-    times = []
-    for _ in range(repeats):
+def _repeated(run: Run, repeats: int) -> list[float]:
+    """Seconds of each call from the arrival of the last rank on, mean over ranks. As in a step every rank computes before it, while the threads of
+    the transport sleep and their data leaves the caches; clocks of the ranks of one host agree."""
+    square = torch.ones(192, 192)
+    begins, ends = torch.zeros(repeats, dtype=torch.float64), torch.zeros(repeats, dtype=torch.float64)
+    for i in range(repeats):
         dist.barrier()
-        start = time.perf_counter()
+        until = time.thread_time() + COMPUTE_SECONDS
+        while time.thread_time() < until:
+            torch.mm(square, square)
+        begins[i] = time.perf_counter()
         run.run(None)
-        times.append(time.perf_counter() - start)
-    return summarize(times)
+        ends[i] = time.perf_counter()
+    dist.all_reduce(begins, op=dist.ReduceOp.MAX)
+    took = ends - begins
+    dist.all_reduce(took)
+    return (took / dist.get_world_size()).clamp(min=1e-7).tolist()
 
 
 class _GivenGradients(torch.autograd.Function):

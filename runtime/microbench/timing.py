@@ -1,6 +1,7 @@
 """How one call is timed.
 
-CPU     wall time of each call after a warm-up; the median over calls, which are repeated until `seconds` have passed.
+CPU     time of each call after a warm-up; the median over calls, which are repeated until `seconds` have passed. Where one thread computes it is
+        that thread's processor time: what others run on the core meanwhile costs repeats, not accuracy.
 CUDA    the stream is held back while the host enqueues a run of calls, so that events around the run see the device alone; the host's time
         to enqueue a call is kept apart. Calls rotate over several sets of inputs, together larger than the L2 cache.
 
@@ -20,6 +21,9 @@ MIN_REPEATS, MAX_REPEATS = 5, 200
 # A call slower than this is repeated less: its noise is averaged within.
 SLOW_CALL = 0.04
 SLOW_REPEATS = 3
+# A core's share of the last cache of the machines at hand, and more [bytes].
+EVICTED_BYTES = 24_000_000
+_EVICTED: list[torch.Tensor] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +44,40 @@ class Run:
     prepare: Callable[[], Any] = lambda: None
 
 
-def measure(runs: list[Run], *, device: torch.device, seconds: float) -> Timing:
-    """Times `runs` in rotation for about `seconds` in all."""
-    return _measure_cuda(runs, seconds) if device.type == "cuda" else _measure_cpu(runs, seconds)
+class ProcessorShare:
+    """Of all calls of this process that were timed on the CPU: the share of their time that the thread had a processor."""
+
+    # A shorter call says more about the clocks [s].
+    SHORTEST = 1e-3
+
+    def __init__(self) -> None:
+        self._processor, self._wall = 0.0, 0.0
+
+    def add(self, processor: float, wall: float) -> None:
+        if processor >= self.SHORTEST:
+            self._processor += processor
+            self._wall += wall
+
+    @property
+    def share(self) -> float | None:
+        """In (0, 1]; None before anything was timed, or where several threads compute."""
+        return min(1.0, self._processor / self._wall) if self._wall > 0 and torch.get_num_threads() == 1 else None
+
+
+PROCESSOR = ProcessorShare()
+
+
+def measure(runs: list[Run], *, device: torch.device, seconds: float, cold: bool = False) -> Timing:
+    """Times `runs` in rotation for about `seconds` in all. `cold`: on a CPU with nothing of theirs in the caches, as what a step comes back to after
+    the rest of the model."""
+    return _measure_cuda(runs, seconds) if device.type == "cuda" else _measure_cpu(runs, seconds, cold)
+
+
+def evict() -> None:
+    """Writes more than a core's share of the last cache."""
+    if not _EVICTED:
+        _EVICTED.append(torch.zeros(EVICTED_BYTES // 4))
+    _EVICTED[0].add_(1.0)
 
 
 def summarize(times: list[float], host: list[float] | None = None) -> Timing:
@@ -53,7 +88,8 @@ def summarize(times: list[float], host: list[float] | None = None) -> Timing:
                   host_seconds=statistics.median(host) if host else None)
 
 
-def _measure_cpu(runs: list[Run], seconds: float) -> Timing:
+def _measure_cpu(runs: list[Run], seconds: float, cold: bool) -> Timing:
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for one in runs[:2]:
         one.run(one.prepare())
     times: list[float] = []
@@ -61,9 +97,13 @@ def _measure_cpu(runs: list[Run], seconds: float) -> Timing:
     while len(times) < MAX_REPEATS:
         one = runs[len(times) % len(runs)]
         state = one.prepare()
-        start = time.perf_counter()
+        if cold:
+            evict()
+        wall = time.perf_counter()
+        start = clock()
         result = one.run(state)
-        stop = time.perf_counter()
+        stop = clock()
+        PROCESSOR.add(stop - start, time.perf_counter() - wall)
         del result, state  # freed outside the timed part, as a step frees its tensors later
         times.append(stop - start)
         enough = SLOW_REPEATS if times[-1] > SLOW_CALL else MIN_REPEATS

@@ -135,6 +135,21 @@ def test_a_calibrated_step_is_the_sum_of_its_measurements(make_plan):
     assert (found.step_time.high - found.step_time.low) / found.step_time.value < (bare.step_time.high - bare.step_time.low) / bare.step_time.value
 
 
+def test_a_shared_machine_stretches_compute_and_uneven_ranks_wait(make_plan):
+    calibration = _calibration(make_plan(ranks=2))
+    plan = make_plan(ranks=2)
+    alone = estimate(plan, calibration)
+    shared = estimate(plan, dataclasses.replace(calibration, constants={"processor_share/2": 0.8, "peer_wait/2": 0.25}))
+    compute = {name: alone.phases[name].value for name in ("sparse", "forward", "backward", "optimizer")}
+    for name, seconds in compute.items():
+        assert shared.phases[name].value == pytest.approx(seconds / 0.8, rel=1e-6)
+    waited = 0.25 / 0.8 * (sum(compute.values()) + alone.phases["input"].value)
+    assert shared.phases["exposed_communication"].value == pytest.approx(alone.phases["exposed_communication"].value + waited, rel=1e-6)
+    assert sum(q.value for q in shared.phases.values()) == pytest.approx(shared.step_time.value)
+    one = estimate(make_plan(ranks=1), dataclasses.replace(calibration, constants={"peer_wait/2": 0.25}))
+    assert one.step_time.value == estimate(make_plan(ranks=1), calibration).step_time.value
+
+
 def test_intervals_come_from_runs_where_there_are_enough(make_plan):
     plan = make_plan(ranks=1)
     calibration = _calibration(plan)

@@ -15,7 +15,7 @@ from costmodel.model import LayerGroup, Sequence
 from costmodel.plan import Layout
 from costmodel.regions import default_region_plans
 from costmodel.samples import BLOCK_PREFIX, read_samples
-from runtime.microbench import blocks, cases, timing
+from runtime.microbench import blocks, cases, steps, timing
 from runtime.microbench.__main__ import main
 from runtime.microbench.requests import HELD_OUT_EVERY, Request, requests
 
@@ -129,8 +129,24 @@ def test_one_rank_writes_samples_that_fit(tmp_path, capsys):
     assert environment.device_kind == "cpu" and environment.threads == 1 and environment.source_hashes
     fitted = calibration.fit(environment, samples)
     assert {c.op for c in fitted.curves} >= {"linear", "attention", "layer_norm", "input", "adamw", "embedding_update"}
-    assert fitted.constants["step_overhead"] > 0 and all(s.active_ranks == 1 for s in samples)
+    assert fitted.constants["step_overhead/1"] > 0 and 0 < fitted.constants["processor_share/1"] <= 1 and all(s.active_ranks == 1 for s in samples)
     assert any(s.op.startswith(BLOCK_PREFIX) for s in samples) and '"event": "done"' in capsys.readouterr().out
+
+
+def test_peers_are_waited_for_until_the_last_has_come():
+    first = [[(0.0, 3.0), (10.0, 11.0)], [(20.0, 20.5)]]
+    second = [[(2.0, 3.5), (9.0, 11.5)], [(25.0, 25.5)]]  # the last one is waited for only at once: what was sent before needs no meeting
+    assert steps.peer_wait([first, second], [6.0, 4.0]) == pytest.approx((2.0 + 1.0 + 0.5) / 10.0)
+
+
+def test_the_share_of_a_processor_is_that_of_long_calls():
+    found = timing.ProcessorShare()
+    assert found.share is None
+    found.add(1e-5, 1.0)
+    assert found.share is None
+    found.add(0.3, 0.4)
+    found.add(0.3, 0.35)
+    assert found.share == pytest.approx(0.8)
 
 
 def test_a_missing_plan_is_a_usage_error(tmp_path, capsys):
