@@ -24,7 +24,7 @@ from costmodel.blocks import activation_dtype
 from costmodel.comms import layout_groups, network
 from costmodel.contention import RATE_FLOOR
 from costmodel.lower import batch_shape, pricer
-from costmodel.memory import INPUT_BATCHES, embedding_bytes, exchange_bytes, input_bytes, memory
+from costmodel.memory import COMMUNICATOR_BYTES, INPUT_BATCHES, embedding_bytes, exchange_bytes, input_bytes, memory
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
 from costmodel.regions import regions
@@ -283,9 +283,10 @@ class _Bounds:
         self.slope = (found.reserved.value - other.reserved.value) / rise if rise else 1.0
         self.context = found.reserved.value - self.slope * found.peak.value
         self.usable = (found.limit - self.context) / self.slope
-        links_bytes = (found.categories["buffers"] - exchange_bytes(first, loads)) / max(1.0, links[link_of[0], 0])
+        each_link = COMMUNICATOR_BYTES if first.cluster.device.kind == "gpu" else 0.0
+        libraries = found.categories["buffers"] - exchange_bytes(first, loads) - each_link * links[link_of[0], 0]
         self.gradients = parameters[fsdp_of, 0]
-        self.resting = 3 * self.gradients + tables + INPUT_BATCHES * inputs + swapped + links_bytes * links[link_of, 0]
+        self.resting = 3 * self.gradients + tables + INPUT_BATCHES * inputs + swapped + libraries + each_link * links[link_of, 0]
         self.in_flight = np.where(full, weights, 0.0)
         low = sum(
             r.count * r.block.num_parameters * min(dtype_bytes(activation_dtype(c.precision)) for c in self.choices[r.name]) for r in self.regions
