@@ -165,8 +165,8 @@ def rank_plans() -> dict[str, Plan]:
     source = EventSource(kind="synthetic", num_events=20_000)
 
     def with_lengths(lengths: dict[str, Lengths], **changes) -> Plan:
-        workload = dataclasses.replace(plan.workload, lengths=lengths, source=source, num_steps=20, global_batch=RANKS * 64)
-        made = dataclasses.replace(plan, workload=workload, local_batch=64, transport="gloo", **changes)
+        workload = dataclasses.replace(plan.workload, lengths=lengths, source=source, num_steps=20, global_batch=RANKS * 128)
+        made = dataclasses.replace(plan, workload=workload, local_batch=128, transport="gloo", **changes)
         return dataclasses.replace(made, fingerprints=made.expected_fingerprints())
     plans = {name: with_lengths(fixed) for name in ("healthy", "slow_reader", "slow_rank", "tiny_kernels", "slow_link")}
     plans |= {"uneven_lengths": with_lengths(mixed), "jagged": with_lengths(mixed), "padded": with_lengths(mixed, batching="padded")}

@@ -13,6 +13,7 @@ distinct ids equals that of the observed batches.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.codec import DecodeError, decode, encode
+from costmodel.codec import encode
 from costmodel.model import Model
 from costmodel.plan import Plan
 from costmodel.sparse import expected_unique
@@ -272,12 +273,14 @@ def _chunks(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
     separator = "," if path.suffix == ".csv" else "\t"
     try:
-        for frame in pd.read_csv(path, sep=separator, chunksize=CHUNK):
-            frame.columns = [str(c).split(":")[0] for c in frame.columns]
-            _check_columns(path, list(frame.columns))
-            if frame[list(_EVENT_COLUMNS)].isna().any().any():
-                raise UsageError(f"{path}: user_id, item_id and timestamp must not be empty")
-            yield _integers(frame["user_id"].to_numpy()), _integers(frame["item_id"].to_numpy()), frame["timestamp"].to_numpy(dtype=np.float64)
+        with pd.read_csv(path, sep=separator, chunksize=CHUNK) as frames:
+            for frame in frames:
+                frame.columns = [str(c).split(":")[0] for c in frame.columns]
+                _check_columns(path, list(frame.columns))
+                if frame[list(_EVENT_COLUMNS)].isna().any().any():
+                    raise UsageError(f"{path}: user_id, item_id and timestamp must not be empty")
+                user, item = (_integers(frame[name].to_numpy()) for name in ("user_id", "item_id"))
+                yield user, item, frame["timestamp"].to_numpy(dtype=np.float64)
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not a readable table ({error})") from error
     except ValueError as error:
@@ -297,12 +300,15 @@ def _of_events(path: Path, sequence: str, max_history: int | None) -> Recording:
         made.source = {"kind": kind, "path": str(path), **({"max_history": max_history} if max_history is not None else {})}
     made.ids = {"user": IdStatistics(), "item": IdStatistics()}
     past, last = _Past(), -np.inf
-    for user, item, time in _chunks(path):
-        if len(time) and (time[0] < last or (np.diff(time) < 0).any()):
-            return _sorted_in_memory(path, sequence, max_history, made)
-        last = time[-1] if len(time) else last
-        _add_events(made, past, sequence, max_history, user, item, time)
-    return made
+    with contextlib.closing(_chunks(path)) as chunks:
+        for user, item, time in chunks:
+            if len(time) and (time[0] < last or (np.diff(time) < 0).any()):
+                break
+            last = time[-1] if len(time) else last
+            _add_events(made, past, sequence, max_history, user, item, time)
+        else:
+            return made
+    return _sorted_in_memory(path, sequence, max_history, made)
 
 
 def _add_events(made: Recording, past: _Past, sequence: str, max_history: int | None, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> None:
@@ -422,10 +428,15 @@ def load(workload: Path) -> Recording:
         body = json.loads(path.read_text())
         if body.get("schema_version") != SCHEMA_VERSION:
             raise UsageError(f"{path}: schema_version {body.get('schema_version')} is not {SCHEMA_VERSION}")
-        return decode(Recording, {**body["recording"], "schema_version": SCHEMA_VERSION})
+        fields = dict(body["recording"])
+        for name in ("pooling", "rank_load"):
+            fields[name] = {key: tuple(sums) for key, sums in fields[name].items()}
+        fields["ids"] = {name: IdStatistics(ids=s["ids"], hashes=s["hashes"], distinct={k: tuple(v) for k, v in s["distinct"].items()})
+                         for name, s in fields["ids"].items()}
+        return Recording(**fields)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file; only a workload that `planner record` wrote can be merged") from None
-    except (OSError, json.JSONDecodeError, KeyError, DecodeError) as error:
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: not a recording ({error})") from error
 
 
