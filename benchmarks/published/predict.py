@@ -1,0 +1,274 @@
+"""A published row as a plan or an op, and what the cost model says of it: datasheet, nearest calibration, nothing fitted to the rows.
+
+A device that draws less power than its datasheet's reaches less of its matrix peak: dynamic power goes with clock x voltage^2 and voltage with the
+clock, so the clock goes with the cube root of power.
+"""
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from pathlib import Path
+
+from benchmarks.published.table import Published
+from costmodel.calibration import Calibration
+from costmodel.calibration import load as load_calibration
+from costmodel.cluster import Cluster, Device, LinkTier
+from costmodel.codec import suggest
+from costmodel.compute import roofline_seconds
+from costmodel.estimate import estimate
+from costmodel.lower import lower
+from costmodel.model import Model, TableGroup
+from costmodel.ops import KINDS, op
+from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
+from costmodel.regions import Region, regions
+from costmodel.sparse import ids_per_table
+from costmodel.stepgraph import COMPUTE
+from costmodel.workload import Lengths, Workload
+from planner import catalogue
+from planner.files import check, load
+from planner.spec import DeviceFile, ModelFile
+
+CALIBRATIONS = Path(__file__).resolve().parents[2] / "costmodel" / "calibrations"
+# NVLink per GPU and direction [Datasheet: https://www.nvidia.com/en-us/data-center/h200/ and dgx-b200], latencies as in scenarios/clusters.
+NVLINK = {"A100-SXM-80GB": 300e9, "H100-SXM": 450e9, "H200-SXM": 450e9, "B200": 900e9}
+LINK_LATENCY, NIC_LATENCY = 3e-6, 8e-6
+# Tables below this many bytes are kept on every rank where a row says `tables=auto`.
+_REPLICATED_BYTES = 1 << 20
+_LAYOUT = ("ddp", "fsdp", "sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "reshard_after_forward")
+
+
+class NotExpressible(ValueError):
+    """Why a well-formed row cannot be predicted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """seconds, its 90 % interval; bytes reserved (a step); FLOPs and bytes of one rank, for the baselines; source of the figure."""
+
+    seconds: float
+    low: float
+    high: float
+    source: str
+    flops: float
+    num_bytes: float
+    reserved: float | None = None
+    limiting: str = ""
+
+
+def device_of(row: Published) -> Device:
+    """The catalogue's device with what the row says differs. Raises NotExpressible for a device that is not in the catalogue."""
+    known = catalogue.names("devices")
+    if row.device not in known:
+        raise NotExpressible(f"device {row.device!r} is not in the catalogue{suggest(row.device, known)}; known: {', '.join(known)}")
+    device = check(DeviceFile, load(catalogue.folder("devices") / f"{row.device}.yaml")).build()
+    peaks = device.peak_flops
+    if row.peak_flops is not None:
+        scale = row.peak_flops / peaks["bf16"]
+        peaks = {name: peak * scale for name, peak in peaks.items()}
+    elif row.power is not None and device.power:
+        scale = min(1.0, row.power / device.power) ** (1 / 3)
+        peaks = {name: peak * scale for name, peak in peaks.items()}
+    changed = (row.memory_bytes, row.memory_bandwidth, row.peak_flops, row.power) != (None, None, None, None)
+    return dataclasses.replace(device, name=f"{device.name} (as published)" if changed else device.name, peak_flops=peaks,
+                               memory_bytes=row.memory_bytes or device.memory_bytes, power=row.power or device.power,
+                               memory_bandwidth=row.memory_bandwidth or device.memory_bandwidth)
+
+
+def calibrations(folder: Path = CALIBRATIONS) -> list[Calibration]:
+    """The committed calibrations of GPUs."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        if path.stem.startswith("nccl-"):  # curves of collectives, which every estimate reads
+            continue
+        calibration = load_calibration(path)
+        if calibration.environment.device_kind == "gpu":
+            found.append(calibration)
+    return found
+
+
+def nearest(device: Device, known: list[Calibration]) -> Calibration | None:
+    """The calibration whose device has the nearest peak and bandwidth (sum of log ratios); None where there is none."""
+    def distance(calibration: Calibration) -> float:
+        other = calibration.device
+        return (abs(math.log(other.memory_bandwidth / device.memory_bandwidth))
+                + abs(math.log(other.peak_flops["bf16"] / device.peak_flops["bf16"])))
+    return min(known, key=distance, default=None)
+
+
+def predict(row: Published, known: list[Calibration]) -> Predicted:
+    """Raises NotExpressible with the reason."""
+    device = device_of(row)
+    calibration = nearest(device, known)
+    return _kernel(row, device, calibration) if row.kind == "kernel" else _step(row, device, calibration)
+
+
+# --- kernels ---
+
+def _kernel(row: Published, device: Device, calibration: Calibration | None) -> Predicted:
+    if row.op not in KINDS:
+        raise NotExpressible(f"op {row.op!r} is not one of the cost model{suggest(row.op, KINDS)}; known: {', '.join(KINDS)}")
+    if row.phase not in KINDS[row.op].phases:
+        raise NotExpressible(f"op {row.op} has no phase {row.phase}; it has {', '.join(KINDS[row.op].phases)}")
+    try:
+        one = op(row.op, variant=row.variant, dtype=row.dtype, **{name: float(value) for name, value in row.features})
+    except ValueError as error:
+        raise NotExpressible(str(error)) from error
+    flops, num_bytes = one.flops(row.phase), one.bytes(row.phase)
+    if calibration is None:
+        seconds = roofline_seconds(one, row.phase, device)
+        return Predicted(seconds=seconds, low=seconds, high=seconds, source="roofline", flops=flops, num_bytes=num_bytes)
+    time = calibration.predict(one, row.phase, device=device)
+    return Predicted(seconds=time.seconds, low=time.seconds * math.exp(-time.width), high=time.seconds * math.exp(time.width), source=time.source,
+                     flops=flops, num_bytes=num_bytes)
+
+
+# --- steps ---
+
+def _step(row: Published, device: Device, calibration: Calibration | None) -> Predicted:
+    plan = plan_of(row, device)
+    found = estimate(plan, calibration)
+    graph = lower(plan, calibration).graph
+    step = found.step_time
+    return Predicted(seconds=step.value, low=step.low, high=step.high, source=step.source, flops=found.flops_per_rank, limiting=found.limiting,
+                     num_bytes=sum(t.bytes for t in graph.tasks if t.stream == COMPUTE), reserved=found.memory.reserved.value)
+
+
+def plan_of(row: Published, device: Device) -> Plan:
+    """The row's plan. Raises NotExpressible."""
+    assert row.gpus is not None and row.local_batch is not None
+    names = catalogue.names("models")
+    if row.model not in names:
+        raise NotExpressible(f"model {row.model!r} is not bundled{suggest(row.model, names)}; known: {', '.join(names)}")
+    model = check(ModelFile, load(catalogue.folder("models") / f"{row.model}.yaml")).build()
+    if model.sequences and row.sequence_length is None:
+        raise NotExpressible(f"model {row.model} has sequences, sequence_length is not given")
+    lengths = {s.name: Lengths(kind="fixed", minimum=row.sequence_length or 1, maximum=row.sequence_length or 1) for s in model.sequences}
+    workload = Workload(name="published", lengths=lengths, local_batch=row.local_batch * row.accumulation)
+    layout, placing = _layout(row)
+    try:
+        plan = Plan(scenario=row.id, cluster=_cluster(row, device), model=model, workload=workload, layout=layout, local_batch=row.local_batch,
+                    accumulation=row.accumulation, execution=_legal(row, "execution", ("eager", "compile", "cuda_graph")),
+                    exchange=_legal(row, "exchange", ("rows", "pooled")), wire=_legal(row, "wire", ("", "fp32", "bf16", "fp16")) or None,
+                    regions=tuple(_options(row, region) for region in regions(model)), tables=_tables(model, row, layout, placing),
+                    predict_only=("a published configuration",))
+    except NotExpressible:
+        raise
+    except ValueError as error:
+        raise NotExpressible(str(error)) from error
+    return plan
+
+
+def _legal(row: Published, name: str, legal: tuple[str, ...]):
+    value = getattr(row, name)
+    if value not in legal:
+        raise NotExpressible(f"{name} {value!r}{suggest(value, legal)}; known: {', '.join(legal)}")
+    return value
+
+
+def _layout(row: Published) -> tuple[Layout, str]:
+    """(layout, how tables are placed). Axes that a plan lacks are not expressible unless they are 1."""
+    values: dict[str, int] = {}
+    placing = "row_wise"
+    for name, value in row.layout:
+        if name == "tables":
+            placing = value
+        elif name in _LAYOUT:
+            values[name] = _integer(name, value)
+        elif _integer(name, value) != 1:
+            raise NotExpressible(f"layout {name}={value}: a plan has {', '.join(_LAYOUT)}")
+    world = row.gpus or 1
+    if "fsdp" not in values:
+        values["fsdp"] = world // values.setdefault("ddp", 1)
+    values.setdefault("ddp", world // values["fsdp"])
+    values.setdefault("sparse_group", max(1, world // values.get("sparse_replicas", 1)))
+    values.setdefault("sparse_replicas", max(1, world // values["sparse_group"]))
+    booleans = {name: bool(values[name]) for name in ("fully_sharded_2d", "reshard_after_forward") if name in values}
+    try:
+        layout = Layout(**{**values, **booleans})
+    except ValueError as error:
+        raise NotExpressible(f"layout: {error}") from error
+    if layout.world_size != world:
+        raise NotExpressible(f"layout {layout.short} is for {layout.world_size} ranks, the row has {world} GPUs")
+    return layout, placing
+
+
+def _integer(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError as error:
+        raise NotExpressible(f"layout {name}={value}: an integer is needed") from error
+
+
+def _cluster(row: Published, device: Device) -> Cluster:
+    assert row.gpus is not None
+    per_host = row.gpus // row.hosts
+    tiers = []
+    if per_host > 1:
+        bandwidth = row.link_bandwidth or NVLINK.get(row.device)
+        if bandwidth is None:
+            raise NotExpressible(f"link_gb_s is not given, and the link of {row.device} is not known")
+        tiers.append(LinkTier(name="link", scope="host", bandwidth=bandwidth, latency=LINK_LATENCY))
+    if row.hosts > 1:
+        if row.nic_bandwidth is None:
+            raise NotExpressible(f"{row.hosts} hosts, nic_gb_s is not given")
+        tiers.append(LinkTier(name="rdma", scope="cluster", bandwidth=row.nic_bandwidth, latency=NIC_LATENCY))
+    return Cluster(name=f"{row.hosts}x{per_host} {device.name}", device=device, num_hosts=row.hosts, devices_per_host=per_host, tiers=tuple(tiers))
+
+
+def _options(row: Published, region: Region) -> RegionPlan:
+    """The region's precision and checkpoint policies: the last pattern that matches its name. `full:0.5+selective:0.5` shares the blocks out."""
+    precision = _matching(row.precision, region.name, "bf16")
+    written = _matching(row.checkpoint, region.name, "none")
+    shares = [(part.partition(":")[0], part.partition(":")[2] or "1") for part in written.split("+")]
+    for what, value, legal in (("precision", precision, ("fp32", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8")),
+                               *(("checkpoint", name, ("none", "selective", "full", "quantized")) for name, _ in shares)):
+        if value not in legal:
+            raise NotExpressible(f"{what} {value!r}{suggest(value, legal)}; known: {', '.join(legal)}")
+    try:
+        weights = [float(share) for _, share in shares]
+    except ValueError as error:
+        raise NotExpressible(f"checkpoint {written!r}: shares must be numbers") from error
+    if min(weights) <= 0 or abs(sum(weights) - 1.0) > 1e-6:
+        raise NotExpressible(f"checkpoint {written!r}: shares must be > 0 and sum to 1")
+    options, left = [], region.count
+    for i, (name, _) in enumerate(shares):
+        count = left if i == len(shares) - 1 else min(left, round(region.count * weights[i]))
+        left -= count
+        if count:
+            options.append(RegionOption(count=count, precision=precision, checkpoint=name))  # type: ignore[arg-type]
+    return RegionPlan(region=region.name, options=tuple(options))
+
+
+def _matching(pairs: tuple[tuple[str, str], ...], name: str, default: str) -> str:
+    for pattern, value in pairs:
+        if fnmatch.fnmatchcase(name, pattern):
+            default = value
+    return default
+
+
+def _tables(model: Model, row: Published, layout: Layout, placing: str) -> tuple[TablePlacement, ...]:
+    """`row_wise`: every table over all ranks. `auto`, as large systems do: the smallest on every rank, those with more than a rank's share of the ids
+    row-wise, the others whole on the rank that has the fewest ids so far."""
+    if placing == "row_wise" or layout.sparse_group == 1:
+        return tuple(TablePlacement(table=n, sharding="row_wise") for t in model.tables for n in t.names)
+    if placing != "auto":
+        raise NotExpressible(f"layout tables={placing}: row_wise or auto is needed")
+    samples, length = float(row.local_batch or 1), float(row.sequence_length or 1)
+    ids: dict[str, float] = {}
+    groups: dict[str, TableGroup] = {}
+    for table in model.tables:
+        for name in table.names:
+            ids[name] = ids_per_table(table, samples, {s.name: samples * length for s in model.sequences})
+            groups[name] = table
+    share, held, placed = sum(ids.values()) / layout.sparse_group, [0.0] * layout.sparse_group, {}
+    for name in sorted(ids, key=lambda n: -ids[n]):
+        if groups[name].weight_bytes < _REPLICATED_BYTES:
+            placed[name] = TablePlacement(table=name, sharding="data_parallel")
+        elif ids[name] > share:
+            placed[name] = TablePlacement(table=name, sharding="row_wise")
+        else:
+            rank = held.index(min(held))
+            held[rank] += ids[name]
+            placed[name] = TablePlacement(table=name, sharding="table_wise", ranks=(rank,))
+    return tuple(placed[n] for t in model.tables for n in t.names)

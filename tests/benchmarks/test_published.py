@@ -1,0 +1,144 @@
+"""Tables of published measurements: what is refused, what is listed, what is scored."""
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published.__main__ import best_constant, main, score
+from benchmarks.published.predict import NotExpressible, device_of, nearest, plan_of, predict
+from benchmarks.published.table import TableError, read
+from costmodel.calibration import fit
+from costmodel.samples import Environment, Sample
+
+STEP = {"id": "a", "kind": "step", "device": "H100-SXM", "source": "https://example.org/a", "model": "llama3-8b", "gpus": "8", "local_batch": "1",
+        "sequence_length": "4096", "tokens_per_s_per_gpu": "5000"}
+KERNEL = {"id": "k", "kind": "kernel", "device": "H200-SXM", "source": "https://example.org/k", "op": "linear", "phase": "forward", "dtype": "bf16",
+          "features": "m=4096 k=4096 n=4096", "kernel_ms": "0.2"}
+BUNDLED = Path(__file__).resolve().parents[2] / "benchmarks" / "published"
+
+
+def table(folder: Path, *rows: dict, name: str = "t.csv") -> Path:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [",".join(columns), *(",".join(f'"{row.get(c, "")}"' for c in columns) for row in rows)]
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return folder / name
+
+
+@pytest.mark.parametrize(("base", "change", "message"), [
+    (STEP, {"gpus": "eight"}, r"t.csv:2: gpus: 'eight'"),
+    (STEP, {"gpus": ""}, "gpus: missing; a step row needs it"),
+    (STEP, {"kind": "steps"}, "kind: 'steps': one of step, kernel is needed.*did you mean 'step'"),
+    (STEP, {"source": ""}, "source: missing"),
+    (STEP, {"tokens_per_s_per_gpu": ""}, "exactly one of step_ms, .* got none"),
+    (STEP, {"step_ms": "4"}, "exactly one of .* got step_ms, tokens_per_s_per_gpu"),
+    (STEP, {"tokens_per_s_per_gpu": "nan"}, "tokens_per_s_per_gpu: 'nan': a finite number > 0"),
+    (STEP, {"tokens_per_s_per_gpu": "-1"}, "a finite number > 0"),
+    (STEP, {"sequence_length": ""}, "sequence_length: missing; tokens_per_s_per_gpu needs it"),
+    (STEP, {"hosts": "3"}, "8 GPUs do not divide over 3 hosts"),
+    (STEP, {"layout": "fsdp=8 fsdp=4"}, "layout: .* a name is given twice"),
+    (STEP, {"layout": "fsdp 8"}, "`name=value` separated by spaces"),
+    (STEP, {"op": "linear"}, "op: no meaning in a step row"),
+    (STEP, {"tps": "5"}, "column 'tps' is not part of the schema"),
+    (KERNEL, {"kernel_ms": ""}, "kernel_ms: missing; a kernel row needs it"),
+    (KERNEL, {"gpus": "8"}, "gpus: no meaning in a kernel row"),
+    (KERNEL, {"phase": "fwd"}, "phase: 'fwd': one of forward, backward, step"),
+])
+def test_bad_rows_are_refused_with_line_and_column(tmp_path, capsys, base, change, message):
+    path = table(tmp_path, {**base, **change})
+    with pytest.raises(TableError, match=message):
+        read(path)
+    assert main([str(path), "--datasheet", "--out", str(tmp_path)]) == 2
+    assert "t.csv" in capsys.readouterr().err and not (tmp_path / "published.json").exists()
+
+
+def test_every_fault_of_a_file_is_told_at_once(tmp_path):
+    with pytest.raises(TableError) as error:
+        read(table(tmp_path, {**STEP, "gpus": "0"}, {**STEP, "local_batch": "x"}, STEP, STEP))
+    assert [f.split(":")[1] for f in error.value.faults] == ["2", "3", "5"]
+    (tmp_path / "empty.csv").write_text("id,kind,device,source\n")
+    with pytest.raises(TableError, match="no rows"):
+        read(tmp_path / "empty.csv")
+    (tmp_path / "ragged.csv").write_text("id,kind,device,source\na,step\n")
+    with pytest.raises(TableError, match="more or fewer cells"):
+        read(tmp_path / "ragged.csv")
+
+
+@pytest.mark.parametrize(("base", "change", "reason"), [
+    (STEP, {"device": "H100-SXN"}, "did you mean 'H100-SXM'"),
+    (STEP, {"model": "gpt-5"}, "model 'gpt-5' is not bundled"),
+    (STEP, {"layout": "fsdp=4 tp=2"}, "layout tp=2"),
+    (STEP, {"layout": "fsdp=4"}, None),
+    (STEP, {"layout": "fsdp=4 ddp=4 sparse_group=16"}, "is for 16 ranks, the row has 8 GPUs"),
+    (STEP, {"layout": "fsdp=8 ddp=8"}, "layout: dense ddp 8 x fsdp 8"),
+    (STEP, {"precision": "fp4"}, "precision 'fp4'"),
+    (STEP, {"checkpoint": "full:0.7"}, "shares must be > 0 and sum to 1"),
+    (STEP, {"execution": "xla"}, "execution 'xla'"),
+    (STEP, {"hosts": "2"}, "2 hosts, nic_gb_s is not given"),
+    (KERNEL, {"op": "conv"}, "op 'conv' is not one of the cost model"),
+    (KERNEL, {"features": "m=4096 k=4096"}, r"features \['k', 'm', 'n'\] are needed"),
+])
+def test_what_a_plan_cannot_say_is_listed(tmp_path, base, change, reason):
+    (row,) = read(table(tmp_path, {**base, **change}))
+    if reason is None:
+        assert plan_of(row, device_of(row)).layout.ddp == 2
+        return
+    with pytest.raises(NotExpressible, match=reason):
+        predict(row, [])
+    points, left = score([row], [])
+    assert not points and left[0][0] is row
+
+
+def test_rows_of_one_configuration_are_one_point(tmp_path):
+    rows = read(table(tmp_path, *({**KERNEL, "id": str(i), "kernel_ms": str(ms)} for i, ms in enumerate((0.1, 0.2, 0.9)))))
+    (point,), left = score(rows, [])
+    assert not left and point.measured == pytest.approx(0.2e-3) and len(point.rows) == 3
+
+
+def test_the_best_constant_is_the_best(tmp_path):
+    """Three of four kernels run at 100 TFLOP/s: no constant has a lower median error than that one's 0."""
+    rows = read(table(tmp_path, *({**KERNEL, "id": str(m), "features": f"m={m} k=4096 n=4096", "kernel_ms": str(2 * m * 4096**2 / rate / 1e9)}
+                                  for m, rate in ((1024, 100), (2048, 100), (4096, 100), (8192, 17)))))
+    points, _ = score(rows, [])
+    rate, error = best_constant(points, "flops")
+    assert rate == pytest.approx(100e12, rel=1e-6) and error < 1e-6
+
+
+def test_less_power_and_another_part(tmp_path):
+    (row,) = read(table(tmp_path, {**STEP, "power_w": "350", "memory_bandwidth_tb_s": "2.4", "memory_gb": "96"}))
+    device = device_of(row)
+    assert device.peak_flops["bf16"] == pytest.approx(989.4e12 * 0.5 ** (1 / 3)) and device.memory_bandwidth == 2.4e12
+    slow, fast = predict(row, []), predict(dataclasses.replace(row, power=None, memory_bandwidth=None), [])
+    assert slow.seconds > fast.seconds
+    given = device_of(dataclasses.replace(row, peak_flops=500e12))
+    assert given.peak_flops["bf16"] == pytest.approx(500e12) and given.peak_flops["fp8"] == pytest.approx(1000e12, rel=1e-3)
+
+
+def test_utilisation_carries_over_from_the_nearest_calibration(tmp_path):
+    """A linear measured at half of H200's peak is predicted at half of an H100 part's."""
+    rows = read(table(tmp_path, {**KERNEL, "device": "H200-SXM"}, {**KERNEL, "id": "slow", "device": "H100-SXM", "peak_bf16_tflop_s": "494.7"}))
+    h200 = device_of(rows[0])
+    samples = [Sample(op="linear", phase="forward", features={"m": m, "k": 4096, "n": 4096}, dtype="bf16", host_seconds=1e-5,
+                      seconds=2 * m * 4096**2 / (h200.peak_flops["bf16"] / 2)) for m in (1024, 2048, 4096, 8192, 16384)]
+    calibration = fit(Environment(device_name="H200-SXM", device_kind="gpu"), samples, device=h200)
+    assert nearest(device_of(rows[1]), [calibration]) is calibration and nearest(h200, []) is None
+    same, slow = (predict(row, [calibration]) for row in rows)
+    assert same.seconds == pytest.approx(2 * 4096**3 / (989.4e12 / 2), rel=0.05) and same.source in ("measured", "interpolated")
+    assert slow.seconds == pytest.approx(2 * same.seconds, rel=0.05) and slow.source == "extrapolated"
+
+
+def test_bundled_tables_are_read_and_expressed():
+    rows = [row for path in sorted(BUNDLED.glob("*.csv")) if not path.name.startswith("nccl_") for row in read(path)]
+    assert {row.model for row in rows if row.kind == "step"} == {"llama3-8b", "dlrm-dcnv2"}
+    assert all(row.source.startswith("https://") for row in rows)
+    points, left = score([r for r in rows if r.kind == "step"], [])
+    assert not left and len(points) == 7 and all(p.predicted.seconds > 0 for p in points)
+
+
+def test_the_result_file(tmp_path):
+    assert main([str(table(tmp_path, KERNEL, {**KERNEL, "id": "odd", "op": "conv"})), "--datasheet", "--out", str(tmp_path)]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "published.json").read_text())["rows"]}
+    assert rows["not expressible: odd"]["value"] is None and "conv" in rows["not expressible: odd"]["note"]
+    assert rows["kernel k"]["note"].endswith("https://example.org/k") and "kernel time: median |error|" in rows
