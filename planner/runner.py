@@ -49,7 +49,7 @@ def follow(command: Sequence[str], *, variables: Mapping[str, str], log: Path, o
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     interrupted = 0
-    with log.open("w", encoding="utf-8") as words:
+    with _stops_as_interrupts(), log.open("w", encoding="utf-8") as words:
         try:
             child = subprocess.Popen(
                 command,
@@ -64,7 +64,7 @@ def follow(command: Sequence[str], *, variables: Mapping[str, str], log: Path, o
         except OSError as error:
             raise RunFailed(f"{command[0]}: cannot be started ({error})") from error
         assert child.stdout is not None
-        with _terminations_as_interrupts(), child.stdout:
+        with child.stdout:
             while True:
                 try:
                     _read(child.stdout, words, on_event)
@@ -112,8 +112,11 @@ def _pass_on(child: subprocess.Popen[str], times: int) -> None:
 
 
 @contextmanager
-def _terminations_as_interrupts() -> Iterator[None]:
-    """SIGTERM (a scheduler's way to stop a job) is treated as Ctrl-C, where this is the main thread."""
+def _stops_as_interrupts() -> Iterator[None]:
+    """SIGTERM (a scheduler's way to stop a job) is treated as Ctrl-C, where this is the main thread; so is SIGINT where it was ignored.
+
+    A shell starts a script's background jobs with SIGINT ignored; what is ignored is inherited, and a run could then not be stopped cleanly.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -121,8 +124,12 @@ def _terminations_as_interrupts() -> Iterator[None]:
     def interrupt(_signal: int, _frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, interrupt)
+    if before[signal.SIGINT] == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
