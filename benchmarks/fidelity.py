@@ -7,7 +7,8 @@ Stages, each of which can run alone (`--stage`), for a GPU machine may lack what
 with its prediction inside; `run` executes what has no result yet; `report` compares. `--resume` keeps the work folder and merges into the results.
 
 On a CPU other programs take cores from the ranks. A run during which they used more than `--quiet` of the cores is repeated, up to `--attempts` times
-in all, and the attempt that they disturbed least counts, whatever its error.
+in all, and the attempt that they disturbed least counts, whatever its error. What a rank has of a core, and waits for the others, is probed just
+before each run with steps of a calibration plan; the prediction is made with that, and then the plan is run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from costmodel.codec import encode
 from costmodel.estimate import estimate
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES, RunResult
-from costmodel.samples import read_samples
+from costmodel.samples import CONSTANT_PREFIX, read_samples
 
 # Seconds of measured steps that a run aims at, and its bounds [steps].
 RUN_SECONDS, MIN_STEPS, MAX_STEPS, WARMUP_STEPS = 4.0, 12, 120, 3
@@ -85,8 +86,8 @@ def local_cluster(device: str) -> Cluster:
     return dataclasses.replace(load_scenario(Path(scenario)).cluster, memory_budget=None)
 
 
-def calibrate(space: Space, cluster: Cluster, work: Path, *, preset: str) -> Calibration:
-    """Times the centre of the space on 1 rank and on all ranks of the space, and fits. Keeps samples and calibration in `work`."""
+def calibrate(space: Space, cluster: Cluster, work: Path, *, preset: str, budget: float | None = None) -> Calibration:
+    """Times the calibration plans of the space on 1 rank and on all ranks of the space, and fits. Keeps samples and calibration in `work`."""
     paths, samples, environment = [], [], None
     for plan in calibration_plans(space, cluster):
         paths.append(work / f"{plan.model.name}.plan.json")
@@ -95,7 +96,7 @@ def calibrate(space: Space, cluster: Cluster, work: Path, *, preset: str) -> Cal
         out = work / f"samples-{ranks}.jsonl"
         torchrun(
             "runtime.microbench",
-            ["--out", str(out), "--preset", preset, "--models", *map(str, paths)],
+            ["--out", str(out), "--preset", preset, *(["--budget", str(budget)] if budget else []), "--models", *map(str, paths)],
             ranks,
             cluster,
             work / f"calibrate-{ranks}.log",
@@ -138,31 +139,48 @@ def predict(space: Space, cluster: Cluster, calibration: Calibration, work: Path
     return paths
 
 
-def run(paths: list[Path], cluster: Cluster, *, quiet: float = 1.0, attempts: int = 1, patience: float = 0.0) -> None:
+def run(paths: list[Path], cluster: Cluster, calibration: Calibration | None = None, *, quiet: float = 1.0, attempts: int = 1,
+        patience: float = 0.0) -> None:
     """Executes every plan that has no result yet, and again those that others have disturbed; before each run up to `patience` seconds are waited
-    for them to finish."""
+    for them to finish. With `calibration` each plan is predicted again just before its run, with what a probe of the machine finds."""
     for attempt in range(attempts):
         for number, path in enumerate(paths, start=1):
             others = _others(path.parent)
             if (path.parent / RESULT).exists() and (others is None or others <= quiet or attempt < _attempted(path.parent)):
                 continue
             wait_until_quiet(quiet, patience)
-            print(f"{number}/{len(paths)} {_run_once(path, cluster)}", file=sys.stderr, flush=True)
+            print(f"{number}/{len(paths)} {_run_once(path, cluster, calibration)}", file=sys.stderr, flush=True)
 
 
-def _run_once(path: Path, cluster: Cluster) -> str:
-    """Executes a plan; its result replaces an earlier one that was disturbed more. Returns a line about it."""
+def probe(plan: Plan, calibration: Calibration, cluster: Cluster, work: Path) -> Calibration:
+    """`calibration` with the constants of the machine just now, on the plan's number of ranks."""
+    kind = plan.model.sequences[0].layers[0].kind
+    subject = next(p for p in sorted(work.glob("fidelity-calibration-*.plan.json")) if Plan.load(p).model.sequences[0].layers[0].kind == kind)
+    out = work / "probe.jsonl"
+    torchrun("runtime.microbench", ["--out", str(out), "--only-steps", "--models", str(subject)], plan.layout.world_size, cluster, work / "probe.log")
+    _, found = read_samples(out)
+    constants = {f"{s.op.removeprefix(CONSTANT_PREFIX)}/{s.variant}": s.seconds for s in found}
+    return dataclasses.replace(calibration, constants={**calibration.constants, **constants})
+
+
+def _run_once(path: Path, cluster: Cluster, calibration: Calibration | None) -> str:
+    """Executes a plan; its prediction and result replace earlier ones that were disturbed more. Returns a line about it."""
     plan, folder = Plan.load(path), path.parent
+    if calibration is not None:
+        plan = dataclasses.replace(plan, prediction=encode(estimate(plan, probe(plan, calibration, cluster, folder.parent))))
     predicted = plan.prediction["step_time"]["value"]
     steps = WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / predicted)))
     meter, start = LoadMeter(), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="attempt-", dir=folder) as attempt:
-        arguments = [str(path), "--out", attempt, "--steps", str(steps), "--no-eval"]
+        own = Path(attempt) / path.name
+        plan.save(own)
+        arguments = [str(own), "--out", attempt, "--steps", str(steps), "--no-eval"]
         torchrun("runtime.train", arguments, plan.layout.world_size, cluster, folder / "run.log")
         others, before = meter.others(), _others(folder)
         result = RunResult.load(Path(attempt) / RESULT)
         kept = before is None or others is None or others < before
         if kept:
+            own.replace(path)
             (Path(attempt) / RESULT).replace(folder / RESULT)
     count = _attempted(folder) + 1
     (folder / LOAD).write_text(json.dumps({"others": others if kept else before, "attempts": count}))
@@ -358,6 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stage", choices=("all", "predict", "run", "report"), default="all")
     parser.add_argument("--calibration", type=Path, help="use this calibration (default: measure one now)")
     parser.add_argument("--preset", choices=("quick", "full"), default="quick", help="of the calibration")
+    parser.add_argument("--budget", type=float, help="seconds of processor time of each launch of the calibration (default: the preset's)")
     parser.add_argument("--work", type=Path, help="folder for plans and runs (default: out/fidelity-DEVICE)")
     parser.add_argument("--resume", action="store_true", help="keep what the work folder holds, merge into the result file")
     parser.add_argument("--quiet", type=float, default=0.08, help="share of the cores that others may use during a run")
@@ -378,7 +397,8 @@ def main(arguments: list[str] | None = None) -> int:
         paths_file.write_text(json.dumps([str(p.relative_to(work)) for p in paths]))
     paths = [work / p for p in json.loads(paths_file.read_text())]
     if options.stage in ("all", "run"):
-        run(paths, Plan.load(paths[0]).cluster, quiet=options.quiet, attempts=options.attempts, patience=options.patience)
+        current = _calibration(options, space, Plan.load(paths[0]).cluster, work) if (work / "calibration.json").exists() else None
+        run(paths, Plan.load(paths[0]).cluster, current, quiet=options.quiet, attempts=options.attempts, patience=options.patience)
     if options.stage in ("all", "report"):
         scored = load_scored(paths)
         command = f"python -m benchmarks.fidelity --device {options.device} --seed {options.seed} -n {options.count}"
@@ -400,7 +420,7 @@ def _calibration(options: argparse.Namespace, space: Space, cluster: Cluster, wo
         return load_calibration(options.calibration)
     if (work / "calibration.json").exists():
         return load_calibration(work / "calibration.json")
-    return calibrate(space, cluster, work, preset=options.preset)
+    return calibrate(space, cluster, work, preset=options.preset, budget=options.budget)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ PLANS_PER_GROUP = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What may be drawn. `centre` are the values of the calibration plans, one plan per kind."""
+    """What may be drawn. Calibration plans, one per kind each: `centre` and, where given, `off_grid`, whose values differ from all that is drawn."""
 
     name: str
     kinds: tuple[str, ...]
@@ -42,10 +42,11 @@ class Space:
     precisions: tuple[str, ...]
     executions: tuple[str, ...]
     centre: dict[str, Any]
+    off_grid: tuple[dict[str, Any], ...] = ()
 
     def describe(self) -> str:
         """One line for the report."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "centre")}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "centre", "off_grid")}
         return "; ".join(f"{name.replace('_', ' ')} {', '.join(map(str, values))}" for name, values in fields.items())
 
 
@@ -80,6 +81,10 @@ CPU = Space(
         "global_batch": 256,
         "dense": 4,
     },
+    off_grid=(
+        {"dim": 40, "heads": 1, "mlp_factor": 3, "num_tables": 1, "rows": 1000, "table_dim": 24, "maximum": 30, "global_batch": 192},
+        {"dim": 88, "heads": 4, "mlp_factor": 2, "num_tables": 3, "rows": 6000, "table_dim": 40, "maximum": 80, "length_kind": "lognormal"},
+    ),
 )
 CUDA = Space(
     name="cuda",
@@ -117,10 +122,11 @@ SPACES = {space.name: space for space in (CPU, CUDA)}
 
 
 def calibration_plans(space: Space, cluster: Cluster) -> list[Plan]:
-    """The plans whose shapes a calibration for this space times: the centre, once per block kind."""
+    """The plans whose shapes a calibration for this space times: the centre and what lies off the grid of draws, once per block kind."""
     plans = []
-    for kind in space.kinds:
-        model, workload = _subject(f"fidelity-centre-{kind}", {**space.centre, "kind": kind})
+    values = [{**space.centre, **changes, "kind": kind} for changes in ({}, *space.off_grid) for kind in space.kinds]
+    for i, chosen in enumerate(values):
+        model, workload = _subject(f"fidelity-calibration-{i}", chosen)
         ranks = min(max(space.ranks), cluster.num_ranks)
         plans.append(
             _plan(

@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="samples.jsonl to write")
     parser.add_argument("--models", type=Path, nargs="+", required=True, metavar="PLAN", help="plan files whose steps are timed")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="quick")
+    parser.add_argument("--only-steps", action="store_true", help="only steps of the plans: the state of the machine just now")
     parser.add_argument("--budget", type=float, help="seconds of processor time for measurements (default: the preset's)")
     options = parser.parse_args(arguments)
     try:
@@ -96,7 +97,10 @@ def main(arguments: list[str] | None = None) -> int:
     budget, seconds, points = PRESETS[options.preset]
     layout, threads = Layout(fsdp=world_size, sparse_group=world_size), torch.get_num_threads()
     session = Session(device, mesh.build_meshes(layout, device), time.process_time() + threads * (options.budget or budget), seconds)
-    _time_everything(session, plans, points=points, full=options.preset == "full")
+    if options.only_steps:
+        _time_steps(session, plans)
+    else:
+        _time_everything(session, plans, points=points, full=options.preset == "full")
     if session.meshes.rank == 0:
         write_samples(options.out, environment(device), session.samples)
         _report({"event": "done", "samples": len(session.samples), "skipped": session.skipped})
@@ -118,8 +122,7 @@ def _time_everything(session: Session, plans: list[Plan], *, points: float, full
         source = open_source(plan.model, plan.workload, seed=plan.seed)
         for policy, features, timing in inputs.input_timings(plan, device=session.device, ranks=session.ranks, source=source):
             session.keep("input", ops.STEP, features, timing, variant=policy)
-        for name, timing in steps.step_constants(plan, source, device=session.device, ranks=session.ranks).items():
-            session.keep(CONSTANT_PREFIX + name, ops.STEP, {}, timing, variant=str(session.ranks))
+    keep_step_constants(session, plans)
     _report_stage(session, "input and overhead")
     block_requests = blocks.block_requests(plans)
     for i, request in enumerate(block_requests):
@@ -149,6 +152,18 @@ def _time_ops(session: Session, plans: list[Plan], *, points: float) -> None:
                          held_out=request.held_out)
         if i % 20 == 0:
             _report_stage(session, "ops", done=i, of=len(wanted))
+
+
+def _time_steps(session: Session, plans: list[Plan]) -> None:
+    keep_step_constants(session, plans)
+    keep_processor_share(session)
+
+
+def keep_step_constants(session: Session, plans: list[Plan]) -> None:
+    for plan in plans:
+        source = open_source(plan.model, plan.workload, seed=plan.seed)
+        for name, found in steps.step_constants(plan, source, device=session.device, ranks=session.ranks).items():
+            session.keep(CONSTANT_PREFIX + name, ops.STEP, {}, found, variant=str(session.ranks))
 
 
 def keep_processor_share(session: Session) -> None:

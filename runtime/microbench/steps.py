@@ -18,7 +18,7 @@ import torch.distributed as dist
 from costmodel.plan import Layout, Plan, TablePlacement
 from costmodel.regions import default_region_plans
 from runtime.data import Source
-from runtime.microbench.timing import Timing, summarize
+from runtime.microbench.timing import PROCESSOR, Timing, summarize
 from runtime.phases import PhaseTimer
 from runtime.trainer import WARMUP_STEPS, Trainer
 
@@ -29,16 +29,22 @@ WAITING = "exposed_communication"
 
 
 class ArrivalTimer(PhaseTimer):
-    """A PhaseTimer that also keeps when each wait for a collective began and ended, by step."""
+    """A PhaseTimer that also keeps, by step, when each wait for a collective began and ended, and the processor seconds of the main thread."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.waits: list[list[tuple[float, float]]] = []
-        self._began = 0.0
+        self.processor: list[float] = []
+        self._began = self._used = 0.0
 
     def start_step(self) -> None:
         super().start_step()
         self.waits.append([])
+        self._used = time.thread_time()
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.processor.append(time.thread_time() - self._used)
 
     def enter(self, name: str) -> None:
         super().enter(name)
@@ -57,6 +63,8 @@ def step_constants(plan: Plan, source: Source, *, device: torch.device, ranks: i
     trainer.train(STEPS)
     trainer.phases += timer.finished(wait=True)
     phases = trainer.phases[WARMUP_STEPS:]
+    for processor, step in zip(timer.processor[WARMUP_STEPS:], phases):
+        PROCESSOR.add(processor, sum(step.values()) - step[WAITING])
     found = {"step_overhead": summarize([p["other"] for p in phases])}
     if ranks > 1 and device.type == "cpu":
         own = (timer.waits[WARMUP_STEPS:], sum(sum(p.values()) - p[WAITING] for p in phases))

@@ -9,6 +9,7 @@ A case is prepared outside the timed part (`prepare() -> state`, e.g. the forwar
 """
 from __future__ import annotations
 
+import collections
 import dataclasses
 import statistics
 import time
@@ -21,6 +22,7 @@ MIN_REPEATS, MAX_REPEATS = 5, 200
 # A call slower than this is repeated less: its noise is averaged within.
 SLOW_CALL = 0.04
 SLOW_REPEATS = 3
+HELD_RESULTS = 3
 # A core's share of the last cache of the machines at hand, and more [bytes].
 EVICTED_BYTES = 24_000_000
 _EVICTED: list[torch.Tensor] = []
@@ -68,8 +70,8 @@ PROCESSOR = ProcessorShare()
 
 
 def measure(runs: list[Run], *, device: torch.device, seconds: float, cold: bool = False) -> Timing:
-    """Times `runs` in rotation for about `seconds` in all. `cold`: on a CPU with nothing of theirs in the caches, as what a step comes back to after
-    the rest of the model."""
+    """Times `runs` in rotation for about `seconds` in all. `cold`: on a CPU every call gets memory that the last ones have not touched, as in a step,
+    whose tensors stay alive until backward."""
     return _measure_cuda(runs, seconds) if device.type == "cuda" else _measure_cpu(runs, seconds, cold)
 
 
@@ -93,17 +95,17 @@ def _measure_cpu(runs: list[Run], seconds: float, cold: bool) -> Timing:
     for one in runs[:2]:
         one.run(one.prepare())
     times: list[float] = []
+    held: collections.deque[Any] = collections.deque(maxlen=HELD_RESULTS if cold else 0)
     end = time.process_time() + seconds
     while len(times) < MAX_REPEATS:
         one = runs[len(times) % len(runs)]
         state = one.prepare()
-        if cold:
-            evict()
         wall = time.perf_counter()
         start = clock()
         result = one.run(state)
         stop = clock()
         PROCESSOR.add(stop - start, time.perf_counter() - wall)
+        held.append((result, state))
         del result, state  # freed outside the timed part, as a step frees its tensors later
         times.append(stop - start)
         enough = SLOW_REPEATS if times[-1] > SLOW_CALL else MIN_REPEATS
