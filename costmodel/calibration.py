@@ -25,9 +25,11 @@ from typing import Any
 import numpy as np
 
 from costmodel import compute
+from costmodel.blocks.base import MATRIX_OPS
 from costmodel.blocks.measured import measured_block_ops
 from costmodel.cluster import Device
 from costmodel.codec import DecodeError, content_hash, decode, encode, suggest
+from costmodel.gpu import block_key, timed_ops
 from costmodel.krige import MINIMUM_POINTS, Surface, fit_surface
 from costmodel.ops import KINDS, Op, op
 from costmodel.quantity import Source, worst
@@ -71,11 +73,13 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A block kind against the sum of its ops: log(seconds / sum) over the block's features. width: 90 % quantile of |leave-one-out log error|."""
+    """A block kind against the sum of its ops: log(seconds / sum) over the block's features. width: 90 % quantile of |leave-one-out log error|;
+    host_ratio: its launch time over that of its ops."""
 
     features: tuple[str, ...]
     surface: Surface
     width: float
+    host_ratio: float = 1.0
 
     def ratio(self, features: Mapping[str, float]) -> tuple[float, float, float]:
         """(seconds over the sum of the ops, |log error| at 90 %, log distance outside what was measured) of a block with these features."""
@@ -368,24 +372,31 @@ def _fixed_seconds(ideal: np.ndarray, seconds: np.ndarray) -> float:
 
 
 def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[str, Composition]:
-    grouped: dict[str, list[tuple[Sample, float]]] = defaultdict(list)
+    """On a GPU every dtype and checkpoint policy has its own correction (`costmodel.gpu`)."""
+    grouped: dict[str, list[tuple[Sample, float, float]]] = defaultdict(list)
+    on_gpu = calibration.environment.device_kind != "cpu"
     for sample in samples:
         kind = sample.op.removeprefix(BLOCK_PREFIX)
-        ops = measured_block_ops(kind, sample.features, sample.dtype)
-        times = [calibration.predict(one, sample.phase, active_ranks=sample.active_ranks) for one in ops]
+        forward = measured_block_ops(kind, sample.features, sample.dtype)
+        name = block_key(kind, sample.dtype, sample.variant) if on_gpu else kind
+        times = [calibration.predict(one, phase, active_ranks=sample.active_ranks)
+                 for one, phase in timed_ops(forward, sample.phase, sample.variant, MATRIX_OPS)]
         if worst(t.source for t in times) in ("roofline", "assumed"):
             continue
         ratio = math.log(sample.seconds / sum(t.seconds for t in times))
-        grouped[f"{kind}/{sample.phase}/{sample.active_ranks}"].append((sample, ratio))
+        launched = sum(t.host_seconds for t in times)
+        host = sample.host_seconds / launched if sample.host_seconds and launched > 0 else 1.0
+        grouped[f"{name}/{sample.phase}/{sample.active_ranks}"].append((sample, ratio, host))
     return {key: _compose(rows) for key, rows in sorted(grouped.items())}
 
 
-def _compose(rows: list[tuple[Sample, float]]) -> Composition:
-    names = tuple(sorted({name for sample, _ in rows for name in sample.features}))
-    points = np.array([[sample.features.get(name, 0.0) for name in names] for sample, _ in rows])
-    y = np.array([ratio for _, ratio in rows])
-    surface, errors = fit_surface(points, y, np.array([sample.noise for sample, _ in rows]))
-    return Composition(features=names, surface=surface, width=max(0.03, _width(errors, y)))
+def _compose(rows: list[tuple[Sample, float, float]]) -> Composition:
+    names = tuple(sorted({name for sample, _, _ in rows for name in sample.features}))
+    points = np.array([[sample.features.get(name, 0.0) for name in names] for sample, _, _ in rows])
+    y = np.array([ratio for _, ratio, _ in rows])
+    surface, errors = fit_surface(points, y, np.array([sample.noise for sample, _, _ in rows]))
+    host = float(np.median([host for _, _, host in rows]))
+    return Composition(features=names, surface=surface, width=max(0.03, _width(errors, y)), host_ratio=host)
 
 
 def score(calibration: Calibration, samples: Iterable[Sample]) -> list[tuple[Sample, float]]:

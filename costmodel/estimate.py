@@ -3,6 +3,7 @@
     interval     within one curve errors add up, between curves they are independent: spread = sqrt(sum over curves (sum of seconds x width)^2);
                  where the calibration holds residuals of at least `MINIMUM_RUNS` runs (neither fitted nor scored), their quantiles take its
                  place, widened by how much of the time is extrapolated or worse
+    step         on GPUs the steady state of device, host and loader where the host has a lead (costmodel.gpu), else the simulated schedule
     phases       a run reports means over ranks, on which the slowest rank's extra work is waiting: phases are the average rank's, and the step
                  minus their sum is exposed communication
     local MFU    model FLOPs / (step without exposed communication and contention x dense peak of bf16, on a CPU of fp32)
@@ -21,6 +22,7 @@ import numpy as np
 
 from costmodel.calibration import Calibration
 from costmodel.compute import peak_flops
+from costmodel.gpu import Steady, has_lead, launches, without_launches
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, lower
 from costmodel.memory import Memory, memory
@@ -69,11 +71,22 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
     slowest = slowest_rank(plan)
     factors = {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest.sequences.items()}
     lowered = lower(plan, calibration, factors=factors)
-    timeline = simulate(lowered.graph) if mode == "simulated" else None
-    seconds = (timeline.step_seconds if timeline is not None else bound(lowered.graph)) * slowest.slow_node
+    leads = plan.cluster.device.kind == "gpu" and has_lead(lowered.graph)
+    graph = without_launches(lowered.graph) if leads else lowered.graph
+    timeline = simulate(graph) if mode == "simulated" else None
+    own = timeline.step_seconds if timeline is not None else bound(graph)
+    steady = Steady(device=own, launches=launches(lowered.graph), load=lowered.load) if leads else None
+    seconds = (own if steady is None else steady.seconds) * slowest.slow_node
     uneven = any(f.tokens > 1.0 or f.pairs > 1.0 for f in factors.values())
-    average = simulate(lower(plan, calibration).graph) if uneven and timeline is not None else timeline
-    parts = _phase_seconds(lowered, average, seconds)
+    average = timeline
+    if uneven and timeline is not None:
+        other = lower(plan, calibration).graph
+        average = simulate(without_launches(other) if leads else other)
+    parts = _phase_seconds(lowered, average, own * slowest.slow_node)
+    if steady is not None:
+        parts = steady.phases(parts)
+        total = sum(parts.values())
+        parts = {name: value * seconds / total if total > 0 else value for name, value in parts.items()}
     step = _interval(seconds, lowered.parts, "step", plan, calibration)
     phases = {name: _interval(value, [p for p in lowered.parts if p[0] == name], name, plan, calibration) for name, value in parts.items()}
     samples = plan.local_batch * plan.accumulation * plan.layout.world_size
@@ -83,7 +96,8 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
     price = plan.cluster.price
     rate = samples / seconds
     return Estimate(
-        step_time=step, phases=phases, memory=memory(plan, lowered.batch, lowered.loads, calibration), limiting=_limiting(lowered, timeline, parts),
+        step_time=step, phases=phases, memory=memory(plan, lowered.batch, lowered.loads, calibration),
+        limiting=_limiting(lowered, timeline, parts, steady),
         flops_per_rank=lowered.model_flops, local_mfu=lowered.model_flops / (local * peak) if local > 0 else None, mfu_peak=peak,
         examples_per_second=rate, by_source=_by_source(lowered), mode=mode, exposed=exposed, imbalance=slowest.report(), notes=lowered.notes,
         dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
@@ -153,10 +167,14 @@ def _by_source(lowered: Lowered) -> dict[str, float]:
     return {source: seconds[source] / total for source in SOURCES if seconds[source] > 0} if total > 0 else {}
 
 
-def _limiting(lowered: Lowered, timeline: Timeline | None, phases: Mapping[str, float]) -> str:
+def _limiting(lowered: Lowered, timeline: Timeline | None, phases: Mapping[str, float], steady: Steady | None) -> str:
     compute = sum(t.seconds for t in lowered.graph.tasks if t.stream == COMPUTE and t.phase != "input")
     causes = {"compute": lowered.compute_bound, "hbm_bandwidth": max(0.0, compute - lowered.compute_bound), "input": phases["input"]}
     if timeline is not None:
         causes |= {f"communication:{tier}": seconds for tier, seconds in timeline.exposed.items()}
         causes["host"] = timeline.idle.get("launch", 0.0) + timeline.idle.get("host", 0.0)
+    if steady is not None:
+        causes["host"] = max(0.0, steady.launch - max(steady.device, steady.load))
+        if causes["host"] > 0:
+            causes["input"] = 0.0
     return max(causes, key=lambda name: causes[name])

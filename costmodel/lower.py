@@ -25,8 +25,9 @@ from collections.abc import Mapping, Sequence
 from costmodel import compute
 from costmodel.blocks import BatchShape, Block, JaggedShape, activation_dtype
 from costmodel.blocks.measured import block_features
-from costmodel.calibration import MINIMUM_WIDTH, Calibration, OpTime
+from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTime
 from costmodel.comms import GroupShape, Network, layout_groups, network
+from costmodel.gpu import block_key
 from costmodel.model import DTYPE_BYTES
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
@@ -71,8 +72,9 @@ NO_COST = Cost(seconds=0.0, host_seconds=0.0, flops=0.0, bytes=0.0, compute_boun
 class Lowered:
     """A step graph with what an estimate needs beside it.
 
-    parts: (phase, curve, source, seconds, spread) by phase, curve and source: seconds in all and the 90 % error of that sum [s]; model_flops: of
-    one rank and step, by convention at true average lengths; compute_bound: seconds of ops whose roof is compute, not bandwidth; waiting: what of the
+    parts: (phase, curve, source, seconds, spread) by phase, curve and source: seconds in all and the 90 % error of that sum [s]; load: seconds of the
+    loader's thread on a GPU; model_flops: of one rank and step, by convention at true average lengths; compute_bound:
+    seconds of ops whose roof is compute, not bandwidth; waiting: what of the
     compute tasks' seconds ranks wait for slower ones, over the rest of them.
     """
 
@@ -84,6 +86,7 @@ class Lowered:
     loads: TableLoads
     waiting: float
     notes: tuple[str, ...]
+    load: float = 0.0
 
 class Pricer:
     """Times of ops and blocks on one plan's device under one calibration."""
@@ -137,6 +140,8 @@ class Pricer:
 
     def _launch(self, seconds: float) -> float:
         """Host launch time under the plan's execution mode; a replayed graph launches its ops for next to nothing."""
+        if self.calibration is not None:
+            seconds *= self.calibration.constants.get("host_scale", 1.0)
         if self.execution == "compile":
             return seconds * compute.COMPILED_LAUNCH_SHARE
         if self.execution == "cuda_graph":
@@ -147,7 +152,7 @@ class Pricer:
         """One block's forward or backward, corrected by its kind's composition."""
         key = (id(block), id(batch), precision, phase)
         if key not in self._blocks:
-            self._blocks[key] = self._corrected(block, batch, self.ops(block.forward(batch, precision), phase), phase)
+            self._blocks[key] = self._corrected(block, batch, self.ops(block.forward(batch, precision), phase), phase, precision)
         return self._blocks[key]
 
     def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
@@ -155,8 +160,36 @@ class Pricer:
         key = (id(block), id(batch), precision, policy)
         if key not in self._blocks:
             again = block.recomputed(batch, precision, policy)
-            self._blocks[key] = self._corrected(block, batch, self.ops(again, FORWARD), FORWARD) if again else NO_COST
+            timed = self._under_policy(block, batch, precision, policy, again)
+            self._blocks[key] = timed if timed is not None else (
+                self._corrected(block, batch, self.ops(again, FORWARD), FORWARD, precision) if again else NO_COST)
         return self._blocks[key]
+
+    def _under_policy(self, block: Block, batch: BatchShape, precision: str, policy: str, again: Sequence[Op]) -> Cost | None:
+        """What a policy adds to a block's backward, and to the host's time in both directions, where blocks were timed under it; else None."""
+        if not again or self._composition(block, BACKWARD, precision, policy) is None:
+            return None
+        forward, plain = self.ops(block.forward(batch, precision), FORWARD), self.block(block, batch, precision, BACKWARD)
+        run = self.ops(again, FORWARD)
+        both = self.ops(block.forward(batch, precision), BACKWARD)
+        both = dataclasses.replace(both, seconds=both.seconds + run.seconds, host_seconds=both.host_seconds + run.host_seconds,
+                                   flops=both.flops + run.flops, bytes=both.bytes + run.bytes, parts=(*both.parts, *run.parts))
+        whole = self._corrected(block, batch, both, BACKWARD, precision, policy)
+        host = whole.host_seconds - plain.host_seconds
+        if self._composition(block, FORWARD, precision, policy) is not None:
+            host += (self._corrected(block, batch, forward, FORWARD, precision, policy).host_seconds
+                     - self._corrected(block, batch, forward, FORWARD, precision).host_seconds)
+        seconds = max(whole.seconds - plain.seconds, 0.0)
+        share = seconds / whole.seconds if whole.seconds > 0 else 0.0
+        return Cost(seconds=seconds, host_seconds=max(host, 0.0), flops=run.flops, bytes=run.bytes, compute_bound=run.compute_bound,
+                    parts=tuple((curve, source, value * share, width if curve.startswith("roofline") else width * share if curve.startswith(
+                        "composition:") else width) for curve, source, value, width in whole.parts))
+
+    def _composition(self, block: Block, phase: str, precision: str, policy: str = "none") -> Composition | None:
+        if self.calibration is None:
+            return None
+        name = block.kind if self.device.kind == "cpu" else block_key(block.kind, precision, policy)
+        return self.calibration.composition(name, phase, self.active_ranks)
 
     def unit(self, kind: str, block: Block) -> Cost:
         """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`."""
@@ -165,16 +198,17 @@ class Pricer:
             self._blocks[key] = self.ops([op(kind, parameters=block.num_parameters, tensors=block.num_tensors)], STEP)
         return self._blocks[key]
 
-    def _corrected(self, block: Block, batch: BatchShape, cost: Cost, phase: str) -> Cost:
+    def _corrected(self, block: Block, batch: BatchShape, cost: Cost, phase: str, precision: str, policy: str = "none") -> Cost:
         """Inside the measured blocks the ops' own errors are part of the correction, outside they add to it."""
-        found = self.calibration.composition(block.kind, phase, self.active_ranks) if self.calibration is not None else None
+        found = self._composition(block, phase, precision, policy)
         features = block_features(block, batch) if found is not None else None
         if found is None or features is None:
             return cost
         ratio, width, outside = found.ratio(features)
         known = 0.0 if outside < 0.1 else 1.0
         parts = tuple((curve, source, seconds * ratio, known * error) for curve, source, seconds, error in cost.parts)
-        return dataclasses.replace(cost, seconds=cost.seconds * ratio, compute_bound=cost.compute_bound * ratio,
+        return dataclasses.replace(cost, seconds=cost.seconds * ratio, host_seconds=cost.host_seconds * found.host_ratio,
+                                   compute_bound=cost.compute_bound * ratio,
                                    parts=(*parts, (f"composition:{block.kind}/{phase}", "measured", 0.0, width * cost.seconds * ratio)))
 
 
@@ -252,6 +286,7 @@ class _Builder:
         self.tasks: list[Task] = []
         self.parts: list[tuple[str, str, Source, float, float]] = []
         self.compute_bound = 0.0
+        self.load = 0.0
         self.last: int | None = None
         self.wrapped = needs_fsdp(plan)
         self.units = [_Unit(region, option.precision, option.checkpoint) for region, options in _options(plan)
@@ -306,15 +341,18 @@ class _Builder:
         self.optimizer(reductions)
 
     def input(self) -> None:
-        events = sum(shape.tokens for shape in self.batch.sequences.values())
+        # on a GPU the loader's work is counted in ids of all tables (runtime.microbench.gpu)
+        events = sum(w.ids for w in self.work) if self.gpu else sum(shape.tokens for shape in self.batch.sequences.values())
         policy = "jagged" if self.plan.batching == "padded" else self.plan.batching  # the loader's work; the model pads
         cost = self.pricer.ops([op("input", variant=policy, samples=self.batch.samples, events=events)], STEP)
         if not self.gpu:
             self.compute("input", cost, "input")
             return
         # a thread prefetches on the host; the step itself waits for the copy of the batch
+        self.load += cost.seconds if cost.source not in ("roofline", "assumed") else 0.0
         num_bytes = 8.0 * sum(w.ids for w in self.work)
-        bandwidth = self.plan.cluster.device.host_link_bandwidth or 25e9
+        measured = self.pricer.calibration.constants.get("host_copy_bandwidth") if self.pricer.calibration is not None else None
+        bandwidth = measured or self.plan.cluster.device.host_link_bandwidth or 25e9
         copy = self.add(Task(name="input", stream=H2D, seconds=num_bytes / bandwidth, phase="input", kind="copy", bytes=num_bytes, source="roofline"))
         self.parts.append(("input", "h2d", "roofline", num_bytes / bandwidth, MINIMUM_WIDTH["roofline"]))
         self.compute("input wait", NO_COST, "input", deps=(copy,))
@@ -483,8 +521,10 @@ class _Builder:
         parameters = sum(u.region.block.sharded_elements(self.plan.layout.fsdp) for u in self.units)
         tensors = sum(u.region.block.num_tensors for u in self.units)
         cost = self.pricer.ops([op("adamw", parameters=parameters, tensors=tensors)], STEP)
-        self.compute("adamw", cost, "optimizer", deps=reductions)
         calibration = self.pricer.calibration
+        if self.gpu and calibration is not None:
+            cost = dataclasses.replace(cost, host_seconds=cost.host_seconds + calibration.constants.get("step_host", 0.0))
+        self.compute("adamw", cost, "optimizer", deps=reductions)
         measured = None
         if calibration is not None:
             measured = calibration.constants.get(f"step_overhead/{self.pricer.active_ranks}", calibration.constants.get("step_overhead"))
@@ -530,7 +570,8 @@ def lower(plan: Plan, calibration: Calibration | None, *, factors: Mapping[str, 
     builder = _Builder(plan, shared, network(plan.cluster, calibration, plan.transport), batch, loads)
     builder.step()
     return Lowered(graph=StepGraph(tasks=tuple(builder.tasks)), parts=_merged(builder.parts), model_flops=model_flops(plan),
-                   compute_bound=builder.compute_bound, batch=batch, loads=loads, waiting=shared.waiting, notes=_notes(plan, builder))
+                   compute_bound=builder.compute_bound, batch=batch, loads=loads, load=builder.load,
+                   waiting=shared.waiting, notes=_notes(plan, builder))
 
 
 def _merged(parts: list[tuple[str, str, Source, float, float]]) -> tuple[tuple[str, str, Source, float, float], ...]:

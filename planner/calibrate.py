@@ -110,13 +110,15 @@ def _stale_kinds(calibration: Calibration, cluster: Cluster) -> tuple[list[str],
         threads = launch.threads_per_rank(cluster)
         if environment.threads != threads or environment.allocator != launch.allocator():
             return sorted(environment.source_hashes), "runs use other threads or allocator settings"
-    hashes = source_hashes()
+    # a GPU's runs happen elsewhere, under the torch that was calibrated; this machine's own version says nothing about them
+    hashes = source_hashes() if cluster.device.kind == "cpu" else source_hashes(torch=environment.torch)
     return (calibration.stale(hashes), "their sources changed") if hashes else ([], "")
 
 
-def source_hashes() -> dict[str, str]:
-    """Hash of the sources of each op kind as installed now; empty where the runtime is not installed beside the planner."""
-    command = [sys.executable, "-m", "runtime.hashes"]
+def source_hashes(torch: str = "") -> dict[str, str]:
+    """Hash of the sources of each op kind as installed now, under this machine's torch or that version; empty where the runtime is not installed
+    beside the planner."""
+    command = [sys.executable, "-m", "runtime.hashes", *([torch] if torch else [])]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if answer.returncode != 0:
         if "No module named" in answer.stderr:

@@ -1,6 +1,6 @@
 """Which sources stand behind each op kind, as one hash each: a calibration is stale where a hash differs from the one that it recorded.
 
-    python -m runtime.hashes     prints JSON {op kind: hash}
+    python -m runtime.hashes [TORCH]     prints JSON {op kind: hash}, as under that version of torch (default: the one installed)
 
 Comments count too: a hash says that a file changed, not that its speed did. Ops that are PyTorch's own depend on its version alone.
 """
@@ -31,13 +31,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 
 
-def source_hashes(root: Path = ROOT) -> dict[str, str]:
+def source_hashes(root: Path = ROOT, *, torch: str = "") -> dict[str, str]:
     """Op kind -> first 16 hex digits of the SHA-256 over its sources' names and contents, and torch's version."""
-    return {kind: _hash(root, patterns) for kind, patterns in SOURCES.items()}
+    version = torch or importlib.metadata.version("torch")
+    return {kind: _hash(root, version, patterns) for kind, patterns in SOURCES.items()}
 
 
-def _hash(root: Path, patterns: tuple[str, ...]) -> str:
-    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+def _hash(root: Path, version: str, patterns: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(version.encode())
     for path in sorted({p for pattern in patterns for p in root.glob(pattern)}):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
@@ -45,5 +46,5 @@ def _hash(root: Path, patterns: tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-    json.dump(source_hashes(), sys.stdout, indent=1)
+    json.dump(source_hashes(torch=sys.argv[1] if len(sys.argv) > 1 else ""), sys.stdout, indent=1)
     sys.stdout.write("\n")

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from costmodel.batch import COLUMNS, BatchBound
+from costmodel.calibration import Calibration
 from costmodel.cluster import Cluster, Device, LinkTier, Reliability
-from costmodel.estimate import estimate
+from costmodel.imbalance import slowest_rank
+from costmodel.lower import Factors, Lowered, lower
 from costmodel.model import Head, LayerGroup, Model, Sequence, TableGroup
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.regions import regions
+from costmodel.simulate import bound, simulate
 from costmodel.workload import Lengths, Workload
 
 BATCHINGS = ("jagged", "padded", "local", "sorted_buckets", "base_batch_shuffling", "global")
@@ -62,6 +65,13 @@ def candidates(plan: Plan, count: int, seed: int = 0) -> dict[str, np.ndarray]:
         "execution": rng.integers(0, len(EXECUTIONS) if plan.cluster.device.kind == "gpu" else 1, count)}
 
 
+def of_slowest(plan: Plan, calibration: Calibration | None = None) -> tuple[Lowered, float]:
+    """What a search bounds and simulates: the slowest rank's graph from an idle host, and by how much slow nodes stretch it."""
+    slowest = slowest_rank(plan)
+    factors = {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest.sequences.items()}
+    return lower(plan, calibration, factors=factors), slowest.slow_node
+
+
 def bounds_of(plan: Plan) -> BatchBound:
     return BatchBound(plan, None, batchings=BATCHINGS, transports=TRANSPORTS, executions=EXECUTIONS)
 
@@ -79,9 +89,10 @@ def test_equals_the_scalar_bound_and_is_below_the_simulation(plan):
     found = batch.seconds(columns)
     for i in range(len(found)):
         one = batch.plan(columns, i)
-        assert found[i] == pytest.approx(estimate(one, None, mode="bound").step_time.value, rel=1e-9), (i, one.layout.short, one.accumulation)
+        lowered, slow = of_slowest(one)
+        assert found[i] == pytest.approx(bound(lowered.graph) * slow, rel=1e-9), (i, one.layout.short, one.accumulation)
         if i % 5 == 0:
-            assert found[i] <= estimate(one, None).step_time.value * (1 + 1e-9)
+            assert found[i] <= simulate(lowered.graph).step_seconds * slow * (1 + 1e-9)
 
 
 def test_refuses_what_does_not_fit():
@@ -120,5 +131,6 @@ def test_calibration_changes_nothing_of_the_equality():
     columns = candidates(plan, 8, seed=5)
     found = batch.seconds(columns)
     for i in range(8):
-        assert found[i] == pytest.approx(estimate(batch.plan(columns, i), calibration, mode="bound").step_time.value, rel=1e-9)
+        lowered, slow = of_slowest(batch.plan(columns, i), calibration)
+        assert found[i] == pytest.approx(bound(lowered.graph) * slow, rel=1e-9)
     assert dataclasses.is_dataclass(plan)

@@ -213,3 +213,10 @@ def test_every_number_format_that_may_be_chosen_is_timed(bench):
 def test_several_hosts_are_not_calibrated_at_once(capsys):
     assert main(["calibrate", "gem-512xh200"]) == 2
     assert "calibrate on one host" in capsys.readouterr().err
+
+
+def test_a_gpu_calibration_is_compared_under_its_own_torch():
+    pytest.importorskip("torch")
+    here, there = calibrate.source_hashes(), calibrate.source_hashes(torch="0.0.1")
+    assert set(here) == set(there) and not set(here.values()) & set(there.values())
+    assert calibrate.source_hashes(torch="0.0.1") == there

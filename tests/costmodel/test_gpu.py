@@ -1,0 +1,125 @@
+"""Steps on GPUs: steady state of device, host and loader; blocks under checkpoint policies."""
+import dataclasses
+
+import pytest
+from small_plans import H200, build_model, build_plan
+
+from costmodel.blocks.base import MATRIX_OPS
+from costmodel.blocks.measured import block_features
+from costmodel.calibration import Calibration, fit
+from costmodel.estimate import estimate
+from costmodel.gpu import Steady, block_key, has_lead, launches, timed_ops, without_launches
+from costmodel.lower import Pricer, batch_shape, lower
+from costmodel.model import LayerGroup
+from costmodel.ops import BACKWARD, FORWARD, KINDS
+from costmodel.plan import Plan
+from costmodel.regions import regions
+from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
+from costmodel.simulate import simulate
+from costmodel.stepgraph import PHASES
+
+LAYER = LayerGroup(kind="self_attention", count=3, heads=4, head_dim=64, mlp_dim=1024)
+
+
+def one_gpu(**fields) -> Plan:
+    return build_plan(model=build_model(layers=(LAYER,)), device=H200, ranks=1, precision="bf16", **fields)
+
+
+def phases(**seconds: float) -> dict[str, float]:
+    return {**dict.fromkeys(PHASES, 0.0), **seconds}
+
+
+@pytest.mark.parametrize(("device", "launch", "load", "expected"), [
+    (3.0, 1.0, 2.0, phases(input=0.5, forward=1.0, backward=1.5)),
+    (1.0, 3.0, 2.0, phases(forward=3.0)),
+    (1.0, 0.5, 2.0, phases(input=1.5, forward=0.5)),
+])  # fmt: skip
+def test_the_slowest_server_makes_the_step_and_its_phases(device, launch, load, expected):
+    own = phases(input=0.5, forward=1.0, backward=1.5) if device == 3.0 else phases(input=0.5, forward=0.5)
+    steady = Steady(device=device, launches=phases(forward=launch), load=load)
+    assert steady.seconds == max(device, launch, load)
+    assert steady.phases(own) == expected and sum(expected.values()) == pytest.approx(steady.seconds)
+
+
+@pytest.mark.parametrize("local_batch", [4, 4096])
+def test_a_host_with_a_lead_hides_its_launches_behind_the_device(local_batch):
+    plan = one_gpu(local_batch=local_batch)
+    graph, made = lower(plan, None).graph, estimate(plan, None)
+    assert has_lead(graph)
+    device, host = simulate(without_launches(graph)).step_seconds, sum(launches(graph).values())
+    assert made.step_time.value == pytest.approx(max(device, host))
+    assert (made.limiting == "host") == (host > device) == (local_batch == 4)
+    assert sum(q.value for q in made.phases.values()) == pytest.approx(made.step_time.value)
+    assert estimate(plan, None, mode="bound").step_time.value <= made.step_time.value * (1 + 1e-12)
+
+
+def test_a_host_that_reads_split_sizes_has_no_lead():
+    plan = build_plan(device=H200, ranks=2, precision="bf16", bandwidth=4e11)
+    graph = lower(plan, None).graph
+    assert not has_lead(graph)
+    assert estimate(plan, None).step_time.value >= simulate(graph).step_seconds
+
+
+def calibrated(plan: Plan, policy: str, *, slower: float, host: float, **constants: float) -> Calibration:
+    """Ops at half their ideal rate with 10 us of launch each; the plan's block as the sum of them, times `slower` and `host` under `policy`."""
+    region = next(r for r in regions(plan.model) if r.name == "history.0")
+    batch = batch_shape(plan)
+    forward = region.block.forward(batch, "bf16")
+    samples = []
+    for region_ in regions(plan.model):
+        for one in region_.block.forward(batch, "bf16"):
+            for phase in KINDS[one.kind].phases:
+                samples.append(Sample(op=one.kind, variant=one.variant, phase=phase, features=dict(one.features), dtype=one.dtype, host_seconds=1e-5,
+                                      seconds=one.bytes(phase) / 1e12 + one.flops(phase) / 1e14 + 2e-6))
+    time = {(s.op, s.variant, s.phase, s.dtype, *sorted(s.features.items())): s.seconds for s in samples}
+    for phase, variant in ((FORWARD, ""), (BACKWARD, ""), (FORWARD, policy), (BACKWARD, policy)):
+        run = timed_ops(forward, phase, variant, MATRIX_OPS)
+        seconds = sum(time[one.kind, one.variant, at, one.dtype, *sorted(dict(one.features).items())] * one.count for one, at in run)
+        samples.append(Sample(op=BLOCK_PREFIX + region.block.kind, variant=variant, phase=phase, features=block_features(region.block, batch),
+                              dtype="bf16", seconds=seconds * (slower if variant else 1.0),
+                              host_seconds=len(run) * 1e-5 * (host if variant else 1.0)))
+    samples += [Sample(op=CONSTANT_PREFIX + name, phase="step", features={}, seconds=value) for name, value in constants.items()]
+    return fit(Environment(device_name=H200.name, device_kind="cuda"), samples, device=H200)
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_recomputation_is_what_the_timed_backward_takes_beyond_the_plain_one(policy):
+    plan = one_gpu(checkpoint=policy)
+    region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)
+    calibration = calibrated(plan, policy, slower=1.25, host=2.0)
+    assert calibration.composition(block_key("self_attention", "bf16", policy), BACKWARD, 1) is not None
+    pricer = Pricer(plan, calibration)
+    plain, again = pricer.block(region.block, batch, "bf16", BACKWARD), pricer.recompute(region.block, batch, "bf16", policy)
+    ops = [*timed_ops(region.block.forward(batch, "bf16"), BACKWARD, policy, MATRIX_OPS)]
+    whole = 1.25 * sum(calibration.predict(one, phase).seconds for one, phase in ops)
+    assert plain.seconds + again.seconds == pytest.approx(whole, rel=1e-6)
+    forward = len(region.block.forward(batch, "bf16"))
+    # twice the launches in both directions
+    assert plain.host_seconds + again.host_seconds == pytest.approx(1e-5 * (2 * len(ops) + forward), rel=1e-6)
+
+
+def test_without_a_timed_policy_recomputation_is_the_sum_of_its_ops():
+    plan = one_gpu(checkpoint="full")
+    region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)
+    pricer = Pricer(plan, calibrated(plan, "selective", slower=1.25, host=2.0))
+    assert pricer.recompute(region.block, batch, "bf16", "full").seconds == pytest.approx(
+        pricer.block(region.block, batch, "bf16", FORWARD).seconds)  # fmt: skip
+
+
+def test_constants_of_the_host_scale_launches_and_add_to_the_step():
+    plan = one_gpu(local_batch=4)
+    bare = sum(launches(lower(plan, calibrated(plan, "full", slower=1.0, host=1.0)).graph).values())
+    more = sum(launches(lower(plan, calibrated(plan, "full", slower=1.0, host=1.0, host_scale=1.5, step_host=1e-3)).graph).values())
+    assert more == pytest.approx(1.5 * bare + 1e-3)
+
+
+def test_a_slow_loader_makes_the_step():
+    plan = one_gpu()
+    calibration = calibrated(plan, "full", slower=1.0, host=1.0)
+    loader = [Sample(op="input", variant="jagged", phase="step", features={"samples": 64.0, "events": e}, seconds=0.5) for e in (100.0, 1e4, 1e6)]
+    environment = Environment(device_name=H200.name, device_kind="cuda")
+    loads = fit(environment, loader, device=H200)
+    slow = dataclasses.replace(calibration, curves=(*calibration.curves, *loads.curves))
+    made = estimate(plan, slow)
+    assert made.step_time.value == pytest.approx(0.5, rel=0.01) and made.limiting == "input"
+    assert made.phases["input"].value == pytest.approx(0.5 - estimate(plan, calibration).step_time.value, abs=0.02)
