@@ -18,12 +18,14 @@ from costmodel.estimate import Estimate
 from costmodel.estimate import estimate as estimate_plan
 from costmodel.plan import Plan
 from planner import calibrate as calibration
+from planner import coverage
 from planner.calibrate import Found, Preset
 from planner.configure import default_plan
 from planner.errors import UsageError
 from planner.files import replacing
 from planner.run import PLAN_FILE, Run, check_error, execute, load_plan
 from planner.scenario import ResolvedScenario, load_scenario
+from planner.space import EXECUTABLE, native
 
 if TYPE_CHECKING:
     from planner.search import SearchResult
@@ -56,6 +58,8 @@ def estimate(reference: Path | str, *, calibration_file: Path | None = None, cal
         plan, notes = default_plan(load_scenario(reference, with_variants=False))
     found = calibration.find(plan.cluster, path=calibration_file, calibrated_only=calibrated_only)
     made = estimate_plan(plan, found.calibration, mode=mode)  # type: ignore[arg-type]
+    if calibrated_only and found.calibration is not None:
+        coverage.require(plan, found.calibration, made.by_source)
     fingerprints = {**plan.expected_fingerprints(), **({"calibration": found.calibration.fingerprint} if found.calibration else {})}
     plan = dataclasses.replace(plan, prediction=encode(made), fingerprints=fingerprints)
     return Estimated(plan=plan, estimate=made, calibration=found.path, notes=notes + found.notes)
@@ -75,13 +79,16 @@ def search(
     scenario = reference if isinstance(reference, ResolvedScenario) else load_scenario(reference, with_variants=False)
     found = calibration.find(scenario.cluster, path=calibration_file, calibrated_only=calibrated_only)
     options = scenario.search
-    return run_search(
+    result = run_search(
         scenario,
         calibration=found.calibration,
         time_limit=options.time_limit if time_limit is None else time_limit,
         gap=options.gap,
         top=options.top if top is None else top,
-    ), found
+    )
+    if calibrated_only and found.calibration is not None:
+        coverage.require(result.plan, found.calibration, result.plan.prediction["by_source"])
+    return result, found
 
 
 def calibrate(reference: Path | str, *, preset: Preset = "quick", ranks: tuple[int, ...] | None = None, on_event: Event = lambda event: None) -> Path:
@@ -92,16 +99,28 @@ def calibrate(reference: Path | str, *, preset: Preset = "quick", ranks: tuple[i
         for number, plan in enumerate(subject_plans(scenario)):
             subjects.append(Path(folder) / f"plan-{number}.json")
             plan.save(subjects[-1])
-        return calibration.calibrate(scenario.cluster, subjects, preset=preset, ranks=ranks, on_event=on_event)
+        path = calibration.calibrate(scenario.cluster, subjects, preset=preset, ranks=ranks, on_event=on_event)
+    coverage.remember(scenario, formats(scenario))
+    return path
+
+
+def calibration_needed(reference: Path | str) -> str:
+    """Why a scenario's calibration should be measured (again); empty when the one that is there was made for it and is not stale."""
+    scenario = load_scenario(reference, with_variants=False)
+    return coverage.out_of_date(scenario, formats(scenario))
+
+
+def formats(scenario: ResolvedScenario) -> tuple[str, ...]:
+    """Number formats that a search of the scenario may choose and the runtime executes."""
+    excluded = scenario.pins.excluded("precision", "*")
+    return tuple(name for name in EXECUTABLE["precision"] if name not in excluded and native(scenario.cluster.device, name))
 
 
 def subject_plans(scenario: ResolvedScenario) -> list[Plan]:
     """The plans whose shapes a calibration times: what the scenario describes, once per number format that its search may choose."""
     if scenario.pins.precision:
         return [default_plan(scenario)[0]]
-    excluded = scenario.pins.excluded("precision", "*")
-    formats = [name for name in ("fp32", "bf16") if name not in excluded]
-    pinned = [dataclasses.replace(scenario, pins=dataclasses.replace(scenario.pins, precision={"*": name})) for name in formats]
+    pinned = [dataclasses.replace(scenario, pins=dataclasses.replace(scenario.pins, precision={"*": name})) for name in formats(scenario)]
     return [default_plan(one)[0] for one in pinned]
 
 
@@ -121,4 +140,17 @@ def describe(plan: Plan) -> dict[str, Any]:
     } | {"identity": plan.identity(), "cluster": plan.cluster.name, "model": plan.model.name, "workload": plan.workload.name}
 
 
-__all__ = ["Estimated", "Run", "UsageError", "calibrate", "check_error", "describe", "estimate", "execute", "is_plan", "save_plan", "search"]
+__all__ = [
+    "Estimated",
+    "Run",
+    "UsageError",
+    "calibrate",
+    "calibration_needed",
+    "check_error",
+    "describe",
+    "estimate",
+    "execute",
+    "is_plan",
+    "save_plan",
+    "search",
+]

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from costmodel.cluster import Device
 from costmodel.model import TableGroup
 from costmodel.plan import Layout
 from costmodel.regions import Region, regions
@@ -61,6 +62,7 @@ PREDICT_ONLY = {
 }
 DRIFT = "replicas of the tables drift apart between averages, which changes training; pin layout.sync_every to allow it"
 """Why `sync_every` > 1 is never chosen by itself: it is always faster, and never the same mathematics."""
+EMULATED = ": it converts to another format and back; pin it to allow it"
 RISK = {"fp32": 0.0, "bf16": 1.0, "fp8_block": 2.0, "mxfp8": 2.0, "fp8_row": 2.5, "fp8_tensor": 3.0}
 """Numeric risk of a block under a number format, in bf16 blocks. [Assumed: an ordering by scale granularity, not a
 measurement]"""
@@ -352,13 +354,19 @@ def _reason(what: str, name: str, pinned: str | None, banned: Iterable[str], all
     return None
 
 
+def native(device: Device, precision: str) -> bool:
+    """Whether the device computes in this number format by itself. One that states no formats is taken to have those that it gives a peak for."""
+    return precision in (device.native_formats or tuple(device.peak_flops))
+
+
 def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Excluded], allow: bool) -> tuple[RegionChoice, ...]:
     device, pins = scenario.cluster.device, scenario.pins
     precisions, policies = [], []
     for name in PRECISIONS:
         reason = _reason("precision", name, pins.option("precision", region.name), pins.excluded("precision", region.name), allow)
-        if reason is None and name not in device.native_formats and name not in device.peak_flops:
-            reason = Excluded(what=f"precision {name}", why=f"{device.name} has no native {name}", kind="illegal")
+        if reason is None and not native(device, name) and not (name in device.peak_flops and (allow or pins.option("precision", region.name))):
+            why = f"{device.name} has no native {name}" + EMULATED * (name in device.peak_flops)
+            reason = Excluded(what=f"precision {name}", why=why, kind="illegal")
         if reason is None and RISK[name] > RISK["bf16"] and region.kind in HIGH_PRECISION_KINDS and pins.option("precision", region.name) is None:
             reason = Excluded(what=f"precision {name} in {region.name}", why="inputs and last layers keep 16 bits or more", kind="illegal")
         if reason:

@@ -13,7 +13,7 @@ from planner.commands._options import JsonOption, QuietOption, ScenarioArgument,
 def command(
     scenario: ScenarioArgument,
     preset: Annotated[str, typer.Option(help="quick (minutes) or full.")] = "quick",
-    if_needed: Annotated[bool, typer.Option("--if-needed", help="Do nothing when the calibration is there and not stale.")] = False,
+    if_needed: Annotated[bool, typer.Option("--if-needed", help="Only when none is there, or it is stale or was made for other shapes.")] = False,
     import_file: Annotated[
         Path | None,
         typer.Option("--import", help="Merge a samples.jsonl, an nccl-tests log or a CSV of collectives instead of measuring.", show_default=False),
@@ -40,10 +40,12 @@ def command(
     measured = None
     if import_file is not None:
         path, measured = calibration.import_file(import_file, device.device, collective=collective)
-    elif if_needed and calibration.is_current(device):
+    elif if_needed and not (reason := api.calibration_needed(scenario)):
         path = calibration.calibration_path(device.device.name)
         console.say(f"the calibration of {device.device.name} is there and current")
     else:
+        if if_needed:
+            console.say(reason)
         with Progress("calibrating", quiet=quiet) as progress:
             path = api.calibrate(scenario, preset=preset, on_event=progress.event)  # type: ignore[arg-type]
     _show(path, measured, json)

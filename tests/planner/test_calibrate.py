@@ -67,7 +67,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.write_text(f"FOLDER = {str(tmp_path)!r}\n" + textwrap.dedent(FAKE_MICROBENCH))
     monkeypatch.setattr(launch, "torchrun_command",
                         lambda module, arguments, *, ranks_per_host: [sys.executable, str(script), str(ranks_per_host), *arguments])  # fmt: skip
-    monkeypatch.setattr(calibrate, "source_hashes", lambda: dict(HASHES))
+    monkeypatch.setattr(calibrate, "source_hashes", lambda *_, **__: dict(HASHES))
     return scenario
 
 
@@ -79,7 +79,7 @@ def test_measured_fitted_and_kept(bench, capsys):
     assert {(c["op"], c["active_ranks"]) for c in answer["curves"]} == {("linear", 1), ("linear", 2)}
     assert load(path).environment.threads == 1
     assert len(read_samples(calibrate.samples_path("made-up"))[1]) == 16
-    assert main(["estimate", str(bench), "--json", "--quiet", "--calibrated-only"]) == 0
+    assert main(["estimate", str(bench), "--json", "--quiet"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["calibration"] == str(path)
     assert any(source in answer["estimate"]["by_source"] for source in ("measured", "interpolated"))
@@ -92,6 +92,37 @@ def test_if_needed_measures_once(bench, monkeypatch, capsys):
     assert "is there and current" in capsys.readouterr().err
     monkeypatch.setattr(calibrate, "source_hashes", lambda: {**HASHES, "linear": "changed"})
     assert main(["calibrate", str(bench), "--if-needed"]) == 6
+
+
+def test_if_needed_measures_again_for_other_shapes_or_sources(bench, monkeypatch, capsys):
+    def said(*changes: tuple[str, str]) -> str:
+        text = bench.read_text()
+        for change in changes:
+            text = text.replace(*change)
+        bench.write_text(text)
+        capsys.readouterr()
+        assert main(["calibrate", str(bench), "--if-needed"]) == 0
+        return capsys.readouterr().err
+
+    assert "missing or stale" in said()
+    assert "there and current" in said()
+    assert "there and current" in said(("num_steps: 4", "num_steps: 9"))
+    assert "measured with other shapes (scenario tiny)" in said(("maximum: 8", "maximum: 16"))
+    assert "there and current" in said()
+    monkeypatch.setattr(calibrate, "source_hashes", lambda *_, **__: {**HASHES, "linear": "changed"})
+    assert "missing or stale" in said()
+
+
+def test_calibrated_only_wants_the_formats_and_the_shapes(bench, capsys):
+    """The stand-in times linear layers in fp32 alone: attention and collectives stay rooflines, and bf16 was never seen."""
+    assert main(["calibrate", str(bench), "--quiet", "--json"]) == 0
+    capsys.readouterr()
+    for verb in ("estimate", "search"):
+        assert main([verb, str(bench), "--calibrated-only", "--quiet"]) == 5
+        assert "of the step has no curve" in capsys.readouterr().err
+    bench.write_text(bench.read_text().replace("fp32: 50 GFLOP/s", "fp32: 50 GFLOP/s, bf16: 50 GFLOP/s").replace("{'*': fp32}", "{'*': bf16}"))
+    assert main(["estimate", str(bench), "--calibrated-only", "--quiet"]) == 5
+    assert "no linear layer was timed in bf16" in capsys.readouterr().err
 
 
 def test_a_failure_keeps_the_earlier_calibration(bench, monkeypatch, capsys):
