@@ -105,13 +105,16 @@ def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
         each, ids = DTYPE_BYTES[table.dtype], ids_per_table(table, plan.local_batch, tokens)
         rows_of = held[table.name] = np.zeros((4, group))
         pools = plan.exchange == "pooled" and table.sequence is None
-        for (sharding, zipf, _), placed in alike.items():
+        for (sharding, zipf), (shards, rows, width) in alike:
             # an owner that pools looks up every id, repeated or not
             unique = group * (ids if plan.exchange == "pooled" else expected_unique(table.rows, zipf, ids))
             distinct = expected_unique(table.rows, zipf, ids * group * plan.accumulation)
-            shards, rows, width = _spread(sharding, placed, table, group)
             share = rows / table.rows
-            found = np.stack([unique * share, unique * share * width, rows, distinct * share])
+            found = np.empty((4, group))
+            found[0] = unique * share
+            found[1] = found[0] * width
+            found[2] = rows
+            found[3] = distinct * share
             sent = found[1]
             if sharding == "data_parallel":
                 found[:2] /= group
@@ -129,7 +132,7 @@ def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
 
 def _spread(sharding: str, placed: tuple[tuple[tuple[int, ...], int], ...], table: TableGroup, group: int) -> tuple[np.ndarray, np.ndarray, float]:
     """Of tables of one group under one sharding, `(ranks, how many)` each: (shards, rows of all of them) by rank `(G,)`, and the width of a shard.
-    Column shards of one group must have one width: `_placed_alike` keeps others apart."""
+    Column shards of one group must have one width: `_alike_of` keeps others apart."""
     shards, rows = np.zeros(group), np.zeros(group)
     width = float(table.dim)
     if sharding in ("table_wise", "host_cached"):
@@ -137,6 +140,7 @@ def _spread(sharding: str, placed: tuple[tuple[tuple[int, ...], int], ...], tabl
         return shards, table.rows * shards, width
     for ranks, count in placed:
         at = np.array(ranks) if ranks else np.arange(group)
+        everywhere = len(at) == group and len(set(ranks)) in (0, group)
         if sharding == "column_wise":
             if table.dim % len(at):
                 raise ValueError(f"table {table.name}: dim {table.dim} does not divide into {len(at)} column shards")
@@ -145,17 +149,22 @@ def _spread(sharding: str, placed: tuple[tuple[tuple[int, ...], int], ...], tabl
         if sharding in ("row_wise", "table_row_wise"):
             step = -(-table.rows // len(at))
             each = np.clip(table.rows - step * np.arange(len(at)), 0, step).astype(np.float64)
-        np.add.at(rows, at, count * each)
-        np.add.at(shards, at, count * (each > 0))
+        if everywhere:  # an assignment by index, which adds no rank twice
+            rows[at] += count * each
+            shards[at] += count * (each > 0)
+        else:
+            np.add.at(rows, at, count * each)
+            np.add.at(shards, at, count * (each > 0))
     return shards, rows, width
 
 
-_Alike = tuple[tuple[TableGroup, dict[tuple[str, float, int | None], tuple[tuple[tuple[int, ...], int], ...]]], ...]
+_Alike = tuple[tuple[TableGroup, tuple[tuple[tuple[str, float], tuple[np.ndarray, np.ndarray, float]], ...]], ...]
 _alike: dict[tuple[int, int, int, int], tuple[object, object, object, _Alike]] = {}
 
 
 def _placed_alike(plan: Plan) -> _Alike:
-    """Of every table group: (sharding, skew, column shards) -> (ranks, how many tables) of what is placed so. Kept by the identity of model, tables and workload."""
+    """Of every table group: (sharding, skew), and what is placed so as `_spread` gives it. Kept by the identity of model, tables and
+    workload."""
     group = plan.layout.sparse_group
     key = (id(plan.model), id(plan.tables), id(plan.workload), group)
     if key not in _alike:
@@ -177,13 +186,13 @@ def _alike_of(plan: Plan, group: int) -> _Alike:
             counted[(one.sharding, skew(table, name, plan.workload))][one.ranks] += 1
             if one.sharding == "column_wise":
                 columns.add(len(one.ranks) or group)
-        split = {}
+        split = []
         for (sharding, zipf), ranks in counted.items():
             for width in columns if sharding == "column_wise" else (None,):
                 part = tuple((r, n) for r, n in ranks.items() if width is None or (len(r) or group) == width)
                 if part:
-                    split[(sharding, zipf, width)] = part
-        found.append((table, split))
+                    split.append(((sharding, zipf), _spread(sharding, part, table, group)))
+        found.append((table, tuple(split)))
     return tuple(found)
 
 
