@@ -1,0 +1,93 @@
+"""Random executable plans of one small model, and the launch that trains them.
+
+    PYTHONPATH=.:tests/runtime python -m torch.distributed.run --standalone --nproc-per-node N tests/runtime/random_plans.py OUT
+
+Rank r writes OUT/rank-r.json: losses of every plan, and of the plain twins of those whose global batches depend on the number of ranks (`local`).
+Tables train with SGD, for which averaging replicas at every step is the update with the global mean gradient: every other plan must give the curve of
+one rank that batches in the same order.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import runtime_models as models
+import torch
+from interaction_models import INTERFORMER, WUKONG, full_model
+
+from costmodel.model import Model
+from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
+from costmodel.regions import regions
+from planner.space import EXECUTABLE
+from runtime import mesh
+from runtime.data import open_source
+from runtime.trainer import Trainer
+
+NUM_PLANS, NUM_STEPS = 6, 4
+
+
+def model() -> Model:
+    return full_model(interaction_layers=(INTERFORMER, WUKONG), tables=tuple(dataclasses.replace(t, optimizer="sgd") for t in models.TABLES))
+
+
+def layouts(world: int) -> list[Layout]:
+    """Every layout of `world` ranks."""
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    return [Layout(ddp=world // fsdp, fsdp=fsdp, sparse_group=group, sparse_replicas=world // group, reshard_after_forward=reshard,
+                   fully_sharded_2d=full)
+            for fsdp in divisors for group in divisors for reshard in (True, False) for full in (False, True) if not full or group < world]
+
+
+def placements(rng: random.Random, group: int) -> tuple[TablePlacement, ...]:
+    found = []
+    for table in model().tables:
+        for name in table.names:
+            sharding = rng.choice(EXECUTABLE["sharding"]) if group > 1 else "table_wise"
+            ranks = {"table_wise": (rng.randrange(group),), "column_wise": tuple(rng.sample(range(group), group))}.get(sharding, ())
+            found.append(TablePlacement(table=name, sharding=sharding, ranks=ranks))
+    return tuple(found)
+
+
+def draw(world: int, *, seed: int = 0) -> list[Plan]:
+    """NUM_PLANS plans: layouts, batching policies and accumulation without repetition where there are enough of them, the rest at random."""
+    rng, spec = random.Random(seed + world), model()
+    batchings = rng.sample(EXECUTABLE["batching"], len(EXECUTABLE["batching"]))
+    chosen = rng.sample(layouts(world), NUM_PLANS)
+    plans = []
+    for i, layout in enumerate(chosen):
+        policies = tuple(RegionPlan(region=r.name, options=tuple(RegionOption(count=1, checkpoint=rng.choice(EXECUTABLE["checkpoint"]))
+                                                                 for _ in range(r.count))) for r in regions(spec))
+        plans.append(models.plan(layout, model_spec=spec, accumulation=1 + i % 2, batching=batchings[i % len(batchings)], regions=policies,
+                                 tables=placements(rng, layout.sparse_group)))
+    return plans
+
+
+def train(plan: Plan) -> list[float]:
+    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=torch.device("cpu"))
+    trainer.train(NUM_STEPS)
+    return trainer.losses
+
+
+def plain(plan: Plan) -> Plan:
+    """The same batches on one replica of table-wise tables, nothing sharded, nothing recomputed."""
+    world = plan.layout.world_size
+    return models.plan(Layout(ddp=world, sparse_group=world), model_spec=plan.model, accumulation=plan.accumulation, batching=plan.batching,
+                       sharding="table_wise")
+
+
+def main() -> None:
+    out, world, rank = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    mesh.start(torch.device("cpu"))
+    plans = draw(world)
+    twins = [plain(plan) for plan in plans if plan.batching == "local"]
+    (out / f"rank-{rank}.json").write_text(json.dumps({"plans": [train(p) for p in plans], "twins": [train(p) for p in twins]}))
+    mesh.leave()
+
+
+if __name__ == "__main__":
+    main()
