@@ -180,7 +180,9 @@ def _torchrec(plan: Plan, _plan_file: Path) -> tuple[dict[str, str], list[str]]:
         sharding = "table_wise" if placement.sharding == "host_cached" else placement.sharding
         kernel = {"host_cached": "fused_uvm_caching", "data_parallel": "dense"}.get(placement.sharding, "fused")
         shards = placement.shards(table.rows, table.dim, layout.sparse_group)
-        rows.append({"name": placement.table, "kind": "sequence" if table.pooling == "sequence" else "pooled", "rows": table.rows, "dim": table.dim,
+        # a module's name has no dots
+        kind = "sequence" if table.pooling == "sequence" else "pooled"
+        rows.append({"name": placement.table.replace(".", "_"), "table": placement.table, "kind": kind, "rows": table.rows, "dim": table.dim,
                      "dtype": table.dtype, "pooling": table.pooling.upper(), "ids_per_sample": float(table.ids_per_sample), "sharding": sharding,
                      "kernel": kernel, "shards": [dataclasses.asdict(s) for s in shards]})
     if layout.sparse_replicas > 1:
