@@ -86,39 +86,7 @@ CPU = Space(
         {"dim": 88, "heads": 4, "mlp_factor": 2, "num_tables": 3, "rows": 6000, "table_dim": 40, "maximum": 80, "length_kind": "lognormal"},
     ),
 )
-CUDA = Space(
-    name="cuda",
-    kinds=("self_attention", "hstu"),
-    dims=(256, 512, 768, 1024, 1536),
-    heads=(2, 4, 8),
-    depths=(1, 2, 4, 6),
-    mlp_factors=(0, 2, 4),
-    num_tables=(4, 16, 40),
-    table_rows=(100_000, 1_000_000),
-    table_dims=(64, 128),
-    maximum_lengths=(512, 1024, 2048, 4096),
-    length_kinds=("uniform", "lognormal", "fixed"),
-    global_batches=(8, 16, 32, 64, 128),
-    ranks=(1,),
-    checkpoints=("none", "selective", "full"),
-    shardings=("table_wise",),
-    precisions=("bf16", "fp32"),
-    executions=("eager", "compile"),
-    centre={
-        "dim": 1024,
-        "heads": 8,
-        "depth": 1,
-        "mlp_factor": 4,
-        "num_tables": 8,
-        "rows": 1_000_000,
-        "table_dim": 128,
-        "maximum": 2048,
-        "length_kind": "lognormal",
-        "global_batch": 32,
-        "dense": 16,
-    },
-)
-SPACES = {space.name: space for space in (CPU, CUDA)}
+SPACES = {space.name: space for space in (CPU,)}
 
 
 def calibration_plans(space: Space, cluster: Cluster) -> list[Plan]:

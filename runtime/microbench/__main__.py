@@ -26,12 +26,14 @@ from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
 from runtime import mesh
 from runtime.data import open_source
 from runtime.hashes import source_hashes
-from runtime.microbench import blocks, cases, collectives, inputs, steps, timing
+from runtime.microbench import blocks, cases, collectives, gpu, inputs, steps, timing
 from runtime.microbench.requests import requests
 from runtime.microbench.timing import Timing, measure, summarize
 
 # Seconds of processor time a launch may measure, seconds a point, spread points against those of quick.
 PRESETS = {"quick": (28.0, 0.012, 1.0), "full": (220.0, 0.05, 3.0)}
+# Seconds that one GPU is timed for.
+GPU_SECONDS = {"quick": 90.0, "full": 270.0}
 # Copies of the data so that a run does not find what the run before left in the cache [bytes to exceed: L2, or a core's share of L3].
 ROTATE_BYTES = {"cpu": 16e6, "cuda": 120e6}
 MAX_COPIES = 8
@@ -92,6 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if device.type == "cuda" and world_size == 1 and not options.only_steps:
+        return _calibrate_gpu(plans, device, options)
     if world_size > 1:
         mesh.start(device)
     budget, seconds, points = PRESETS[options.preset]
@@ -106,6 +110,17 @@ def main(arguments: list[str] | None = None) -> int:
         _report({"event": "done", "samples": len(session.samples), "skipped": session.skipped})
     if world_size > 1:
         mesh.leave()
+    return 0
+
+
+def _calibrate_gpu(plans: list[Plan], device: torch.device, options: argparse.Namespace) -> int:
+    """One GPU: device and host time apart, blocks under every policy (`runtime.microbench.gpu`)."""
+    def report(text: str) -> None:
+        _report({"event": "calibrate", "what": text, "ranks": 1})
+
+    found, samples = gpu.calibrate(plans, device, budget=options.budget or GPU_SECONDS[options.preset], report=report)
+    write_samples(options.out, found, samples)
+    _report({"event": "done", "samples": len(samples), "skipped": 0})
     return 0
 
 

@@ -1,0 +1,238 @@
+"""Fidelity on a GPU: calibrate, predict, run and compare in one process, no start of Python, CUDA or NCCL for each plan.
+
+    python -m benchmarks.fidelity --device cuda --seed 1 -n 40 --resume                       all stages
+    python -m benchmarks.fidelity --device cuda --stage predict --calibration h200.json       where there is no GPU: plans with their predictions
+    python -m benchmarks.fidelity --device cuda --stage run --seconds 200 --resume            where there is one: what has no result yet
+    python -m benchmarks.fidelity --device cuda --stage report
+
+The first `RESIDUALS` plans, of a seed of their own, give the intervals: they are neither fitted nor scored. Every prediction is written before the
+plan runs. Between two plans everything of the last one is dropped and the caching allocator emptied, so that peaks are a plan's own. `calibrate` and
+`run` need `runtime` and `costmodel` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fidelity_gpu_space as space
+from benchmarks import results
+from benchmarks.fidelity_report import Run, rows
+from costmodel.calibration import Calibration, fit
+from costmodel.calibration import load as load_calibration
+from costmodel.cluster import Cluster
+from costmodel.codec import decode, encode
+from costmodel.estimate import estimate
+from costmodel.plan import Plan
+from costmodel.runresult import PHASES
+from costmodel.samples import read_samples, write_samples
+
+# Seconds of measured steps that a run aims at, and its bounds [steps].
+RUN_SECONDS, MIN_STEPS, MAX_STEPS = 1.2, 12, 150
+# Plans that give the intervals, and what is added to the seed for them.
+RESIDUALS, RESIDUAL_SEED = 10, 1_000_003
+CALIBRATION_SECONDS = 200.0
+SCENARIO, CLUSTER = "scenarios/gem-1xh200.yaml", Path(__file__).with_name("fidelity_gpu_cluster.json")
+
+
+# --- stages ---
+
+
+def calibrate(work: Path, cluster: Cluster, device, *, seconds: float) -> Calibration:
+    """Times the calibration subjects and fits; keeps samples and calibration in `work`."""
+    from runtime.microbench import gpu
+
+    environment, samples = gpu.calibrate(space.calibration_plans(cluster), device, budget=seconds, report=_say)
+    write_samples(work / "samples.jsonl", environment, samples)
+    return refit(work, cluster)
+
+
+def refit(work: Path, cluster: Cluster) -> Calibration:
+    """The calibration of the samples in `work`."""
+    environment, samples = read_samples(work / "samples.jsonl")
+    calibration = fit(dataclasses.replace(environment, device_name=cluster.device.name), samples, device=cluster.device)
+    calibration.save(work / "calibration.json")
+    return calibration
+
+
+def predict(work: Path, cluster: Cluster, calibration: Calibration, *, seed: int, count: int) -> list[Path]:
+    """Draws the residual plans and `count` plans to score; writes each with its prediction unless it is there."""
+    paths = []
+    for own_seed, wanted in ((seed + RESIDUAL_SEED, RESIDUALS), (seed, count)):
+        found: list[Path] = []
+        group = 0
+        while len(found) < wanted:
+            for i, plan in enumerate(space.draw_group(cluster, seed=own_seed, group=group)):
+                path = work / f"{'residual' if own_seed != seed else 'scored'}-{own_seed}-{group}-{i}" / "plan.json"
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    dataclasses.replace(plan, prediction=encode(estimate(plan, calibration))).save(path)
+                found.append(path)
+            group += 1
+        paths += found
+    return paths
+
+
+def run(paths: list[Path], device, *, seconds: float) -> None:
+    """Executes plans that have no result until `seconds` have passed."""
+    until = time.perf_counter() + seconds
+    for number, path in enumerate(paths, start=1):
+        target = path.parent / "run.json"
+        if target.exists():
+            continue
+        if time.perf_counter() > until:
+            _say(f"out of time before {path.parent.name}, {number - 1} of {len(paths)}")
+            return
+        plan = Plan.load(path)
+        expected = plan.prediction["step_time"]["value"]
+        try:
+            found = execute(plan, device, expected=expected)
+        except RuntimeError as error:  # out of memory, say: recorded, so that it can be counted and is not tried again
+            found = {"failed": str(error).splitlines()[0]}
+            _empty(device)
+        target.write_text(json.dumps(found) + "\n")
+        if "failed" not in found:
+            measured = found["measured"]["step_time_s"]["median"]
+            _say(f"{number}/{len(paths)} {path.parent.name}: predicted {expected * 1e3:.1f} ms, measured {measured * 1e3:.1f} ms "
+                 f"({expected / measured - 1:+.1%}), {found['wall_s']:.1f} s")  # fmt: skip
+
+
+def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
+    """Trains a few steps of `plan`, whose step is expected to take `expected` seconds; what the trainer measured, encoded, and besides
+
+    host_s, device_s: seconds by phase, medians; steps_s: every measured step; context_bytes: what the device had taken beyond the allocator
+    (None on a CPU); wall_s: of the whole call.
+    """
+    import torch
+
+    from runtime.data import open_source
+    from runtime.microbench.gpu import context_bytes
+    from runtime.trainer import WARMUP_STEPS, Trainer
+
+    begin = time.perf_counter()
+    _empty(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    source = open_source(plan.model, plan.workload, seed=plan.seed)
+    trainer = Trainer(plan, source, device=device)
+    trainer.train(WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / expected))))
+    measured, warmup = trainer.measured()
+    assert measured is not None
+    found = {
+        "measured": encode(measured),
+        "warmup_steps": warmup,
+        "host_s": _medians(trainer.timer.host[warmup:]),
+        "device_s": _medians(trainer.phases[warmup:]),
+        "steps_s": [sum(step.values()) for step in trainer.phases[warmup:]],
+        "final_loss": trainer.losses[-1],
+        "context_bytes": context_bytes() if device.type == "cuda" else None,
+    }
+    del trainer, source
+    _empty(device)
+    return {**found, "wall_s": time.perf_counter() - begin}
+
+
+def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(step[name] for step in steps) for name in PHASES}
+
+
+def _empty(device) -> None:
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def load_runs(paths: list[Path]) -> tuple[list[Run], list[Run], list[str]]:
+    """(residual runs, runs to score, failures in words) of the plans that were executed."""
+    residual, scored, failed = [], [], []
+    for path in paths:
+        if not (path.parent / "run.json").exists():
+            continue
+        found = json.loads((path.parent / "run.json").read_text())
+        if "failed" in found:
+            failed.append(f"{path.parent.name}: {found['failed']}")
+            continue
+        plan = Plan.load(path)
+        one = Run(name=path.parent.name, group=path.parent.name.rsplit("-", 1)[0], plan=plan, found=found)
+        (residual if one.name.startswith("residual") else scored).append(one)
+    return residual, scored, failed
+
+
+def with_residuals(calibration: Calibration, runs: list[Run]) -> Calibration:
+    """The calibration with log(measured / predicted) of `runs`, by phase and for the step."""
+    found: dict[str, list[float]] = {}
+    for one in runs:
+        for name, (predicted, measured) in one.pairs().items():
+            if predicted > 0 and measured > 0:
+                found.setdefault(name, []).append(math.log(measured / predicted))
+    return dataclasses.replace(calibration, run_residuals={name: tuple(sorted(values)) for name, values in sorted(found.items())})
+
+
+def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path, command: str) -> Path:
+    """Compares, writes docs/results/fidelity-h200.{json,md} and the calibration with its residuals beside the work folder's own."""
+    residual, scored, failed = load_runs(paths)
+    if not scored:
+        raise SystemExit(f"{work}: no plan to score has run yet")
+    known = with_residuals(calibration, residual)
+    known.save(work / "calibration-residuals.json")
+    intro = (f"{len(scored)} plans drawn from: {space.describe()}. Every plan was predicted before it ran; none was used to calibrate. "
+             f"Intervals come from {len(residual)} runs that are neither fitted nor scored. Error = predicted / measured median step - 1. Failed: "
+             f"{'; '.join(failed) or 'none'}.")  # fmt: skip
+    return results.write("fidelity-h200", rows(scored, known, load=work / "calibration-residuals.json"), command=command,
+                         title="Fidelity of predictions (H200)", intro=intro, out=out)  # fmt: skip
+
+
+def main(options: argparse.Namespace, work: Path) -> int:
+    """The stages that `options.stage` names, in their order."""
+    own, stage = cluster(), options.stage
+    calibration_path = options.calibration or work / "calibration.json"
+    device = _device() if stage in ("all", "calibrate", "run") else None
+    if stage in ("all", "calibrate") and options.calibration is None and not calibration_path.exists():
+        calibrate(work, own, device, seconds=CALIBRATION_SECONDS)
+    if stage in ("all", "predict"):
+        predict(work, own, load_calibration(calibration_path), seed=options.seed, count=options.count)
+    paths = sorted(work.glob("*/plan.json"), key=_order)
+    if stage in ("all", "run"):
+        run(paths, device, seconds=options.seconds)
+    if stage in ("all", "report"):
+        report(paths, work, load_calibration(calibration_path), out=options.out,
+               command=f"python -m benchmarks.fidelity --device cuda --seed {options.seed} -n {options.count}")  # fmt: skip
+    return 0
+
+
+def _order(path: Path) -> tuple[bool, list[int]]:
+    """Residual plans first, then by seed, group and number."""
+    kind, *numbers = path.parent.name.split("-")
+    return kind != "residual", [int(n) for n in numbers]
+
+
+def cluster() -> Cluster:
+    """The cluster of SCENARIO, kept as JSON: a GPU machine may lack what the planner needs to read scenarios (a test holds both equal)."""
+    return decode(Cluster, json.loads(CLUSTER.read_text()))
+
+
+def _device():
+    import torch
+
+    from runtime import mesh
+
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here; --stage predict and --stage report need none")
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    mesh.start(device)
+    return device
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

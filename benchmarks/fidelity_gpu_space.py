@@ -1,0 +1,117 @@
+"""The declared space of `benchmarks.fidelity --device cuda`: groups of plans for one model and workload on one GPU.
+
+    model     blocks of one kind, width and depth; head dims that the kernels have; 4-24 tables of 100,000 or a million rows
+    workload  histories up to 256-2048 events, uniform, lognormal or all equal; 32 thousand to 320 thousand events a batch
+    plans     bf16 with each checkpoint policy on 1 or 2 micro-batches, and fp32 where its steps stay below a second
+
+A draw is a function of (seed, group). Draws whose loader, one thread that builds synthetic ids, would take longer than the step are drawn
+again: they would time NumPy. Calibration subjects come from the same distribution with a seed of their own; no drawn one equals any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from benchmarks.fidelity_space import _plan, _subject
+from costmodel.cluster import Cluster
+from costmodel.codec import content_hash
+from costmodel.lower import model_flops
+from costmodel.model import Model
+from costmodel.plan import Plan
+from costmodel.workload import Workload
+
+PLANS_PER_GROUP = 5
+KINDS = ("self_attention", "hstu")
+DIMS = (256, 384, 512, 640, 768, 896, 1024, 1280, 1536)
+HEAD_DIMS = (64, 128)
+DEPTHS = (1, 2, 3, 4, 6)
+MLP_FACTORS = (0, 2, 4)
+NUM_TABLES, TABLE_ROWS, TABLE_DIMS = (4, 12, 24), (100_000, 1_000_000), (64, 128)
+MAXIMUM_LENGTHS = (256, 512, 1024, 2048)
+LENGTH_KINDS = ("uniform", "lognormal", "fixed")
+TOKENS = (32e3, 320e3)
+POLICIES = ("none", "selective", "full")
+# Rough seconds of a step, only to keep draws inside the space: FLOP/s of bf16 and fp32, bytes an event, feature and block over bytes/s.
+BF16_RATE, FP32_RATE, EVENT_SECONDS, LOADER_SECONDS = 3.0e14, 3.5e13, 150 / 2.5e12, 2.2e-7
+STEP_SECONDS, FP32_SECONDS = (12e-3, 0.35), 0.8
+CALIBRATION_SEED, CALIBRATION_SUBJECTS = 0xCA1B, 14
+LOADER_SHARE, SAVED_BYTES = 0.7, 5e10
+
+
+def calibration_plans(cluster: Cluster) -> list[Plan]:
+    """The plans whose shapes a calibration times: every subject in bf16, every third in fp32 too."""
+    plans = []
+    for i in range(CALIBRATION_SUBJECTS):
+        model, workload = _draw_subject(np.random.default_rng([CALIBRATION_SEED, i]), cluster, name=f"calibration-{i}", kind=KINDS[i % len(KINDS)])
+        plans.append(_one(model, workload, cluster))
+        if i % 3 == 0:
+            smaller = dataclasses.replace(workload, global_batch=max(4, workload.global_batch // 4))
+            plans.append(_one(model, smaller, cluster, precision="fp32"))
+    return plans
+
+
+_calibrated: set[str] = set()
+
+
+def _is_calibrated(model: Model, workload: Workload, cluster: Cluster) -> bool:
+    if not _calibrated:
+        _calibrated.update(_subject_hash(p.model, p.workload) for p in calibration_plans(cluster))
+    return _subject_hash(model, workload) in _calibrated
+
+
+def _subject_hash(model: Model, workload: Workload) -> str:
+    return content_hash((dataclasses.replace(model, name=""), dataclasses.replace(workload, name="")))
+
+
+def draw_group(cluster: Cluster, *, seed: int, group: int) -> list[Plan]:
+    """The plans of one group: different from each other, of one model, workload and global batch."""
+    rng = np.random.default_rng([seed, group])
+    model, workload = _draw_subject(rng, cluster, name=f"fidelity-{seed}-{group}", kind=KINDS[int(rng.integers(len(KINDS)))])
+    options = [{"checkpoint": policy, "accumulation": micro} for policy in POLICIES for micro in (1, 2)]
+    plain = _one(model, workload, cluster)
+    wide = model_flops(plain) / FP32_RATE < FP32_SECONDS and rng.random() < 0.6
+    chosen = [options[i] for i in sorted(rng.choice(len(options), size=PLANS_PER_GROUP - wide, replace=False))]
+    plans = [_one(model, workload, cluster, **option) for option in chosen]
+    return plans + ([_one(model, workload, cluster, precision="fp32")] if wide else [])
+
+
+def _draw_subject(rng: np.random.Generator, cluster: Cluster, *, name: str, kind: str) -> tuple[Model, Workload]:
+    pick = lambda options: options[int(rng.integers(len(options)))]
+    while True:
+        dim, head_dim = pick(DIMS), pick(HEAD_DIMS)
+        values = {
+            "kind": kind, "dim": dim, "heads": dim // head_dim, "depth": pick(DEPTHS), "mlp_factor": pick(MLP_FACTORS),
+            "num_tables": pick(NUM_TABLES),
+            "rows": pick(TABLE_ROWS), "table_dim": pick(TABLE_DIMS), "maximum": pick(MAXIMUM_LENGTHS), "length_kind": pick(LENGTH_KINDS),
+            "global_batch": 2, "dense": int(rng.integers(0, 2)) * 32,
+        }  # fmt: skip
+        model, workload = _subject(name, values)
+        model = dataclasses.replace(model, tables=tuple(t for t in model.tables if t.name != "event_action"))
+        tokens = math.exp(rng.uniform(*np.log(TOKENS)))
+        batch = 4 * max(4, round(tokens / workload.lengths["history"].mean() / 4))
+        workload = dataclasses.replace(workload, global_batch=batch)
+        plain = _one(model, workload, cluster)
+        events = batch * workload.lengths["history"].mean()
+        seconds = model_flops(plain) / BF16_RATE + events * dim * values["depth"] * EVENT_SECONDS
+        loader = LOADER_SECONDS * (events + batch * (3 * values["num_tables"] + 20))
+        saved = 2.0 * events * dim * values["depth"] * (16 + 2 * values["mlp_factor"])
+        own = name.startswith("calibration")
+        if STEP_SECONDS[0] < seconds < STEP_SECONDS[1] and loader < LOADER_SHARE * seconds and saved < SAVED_BYTES and (
+                own or not _is_calibrated(model, workload, cluster)):
+            return model, workload
+
+
+def _one(model: Model, workload: Workload, cluster: Cluster, *, precision: str = "bf16", checkpoint: str = "none", accumulation: int = 1) -> Plan:
+    return _plan(model, workload, cluster, ranks=1, checkpoint=checkpoint, sharding="table_wise", precision=precision, execution="eager",
+                 accumulation=accumulation, ddp=False)  # fmt: skip
+
+
+def describe() -> str:
+    """One paragraph for the report."""
+    return (f"kinds {', '.join(KINDS)}; dim {DIMS[0]}-{DIMS[-1]}; head dim {HEAD_DIMS}; depth {DEPTHS}; mlp factor {MLP_FACTORS}; "
+            f"tables {NUM_TABLES} of {TABLE_ROWS} rows x {TABLE_DIMS}; histories {', '.join(LENGTH_KINDS)} up to {MAXIMUM_LENGTHS} events; "
+            f"{TOKENS[0]:.0f}-{TOKENS[1]:.0f} events a batch; "
+            f"bf16 with checkpoint {', '.join(POLICIES)} x accumulation 1, 2, and fp32; eager; one H200")

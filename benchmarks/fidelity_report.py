@@ -1,0 +1,204 @@
+"""What predictions on a GPU are scored by: step time, ranking within groups, memory, coverage of intervals (docs/results/fidelity-h200.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.results import Row
+from costmodel.calibration import Calibration
+from costmodel.calibration import load as load_calibration
+from costmodel.estimate import estimate
+from costmodel.plan import Plan
+from costmodel.runresult import PHASES
+
+GROUP_PLANS, COVERAGE = 5, 0.90
+# A phase below this share of its step is left out of coverage: it is measured to a few microseconds only.
+SMALL_PHASE = 0.01
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A plan with the prediction that it was written with, and what `benchmarks.fidelity_gpu.execute` found."""
+
+    name: str
+    group: str
+    plan: Plan
+    found: dict[str, Any]
+
+    @property
+    def measured(self) -> float:
+        """Seconds a step, median."""
+        return self.found["measured"]["step_time_s"]["median"]
+
+    @property
+    def predicted(self) -> float:
+        return self.plan.prediction["step_time"]["value"]
+
+    @property
+    def error(self) -> float:
+        """Signed, relative: > 0 where the prediction is too slow."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def noise(self) -> float:
+        """Standard error of the median step [s]."""
+        steps = np.array(self.found["steps_s"])
+        return 1.25 * 1.48 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(len(steps))
+
+    def pairs(self) -> dict[str, tuple[float, float]]:
+        """`step` and every phase: (predicted, measured) seconds."""
+        phases = {name: (self.plan.prediction["phases"][name]["value"], self.found["device_s"][name]) for name in PHASES}
+        return {"step": (self.predicted, self.measured), **phases}
+
+    @property
+    def reserved(self) -> float | None:
+        """Bytes that the device gave: the allocator's and the context."""
+        reserved, context = self.found["measured"]["memory_bytes"]["reserved"], self.found["context_bytes"]
+        return reserved + context if reserved and context is not None else None
+
+
+def rows(runs: list[Run], calibration: Calibration, *, load: Path) -> list[Row]:
+    """Figures of the whole set, then one row a plan. `calibration` carries the residuals; `load`: a file of it, to time reading it."""
+    return [*_step_rows(runs), *_ranking_rows(runs), *_memory_rows(runs), *_interval_rows(runs, calibration), *_speed_rows(runs, calibration, load),
+            *[_plan_row(one) for one in runs]]  # fmt: skip
+
+
+def _step_rows(runs: list[Run]) -> list[Row]:
+    errors = np.array([abs(one.error) for one in runs]) * 100
+    bias = 100 * math.expm1(float(np.mean([math.log1p(one.error) for one in runs])))
+    note = f"measured here, {len(runs)} plans"
+    return [
+        Row(name="configurations scored", value=len(runs), unit="", target=40, note="measured here"),
+        Row(name="step time, absolute error: median", value=float(np.median(errors)), unit="%", target=5, better="lower", note=note),
+        Row(name="step time, absolute error: p90", value=float(np.quantile(errors, 0.9)), unit="%", target=10, better="lower", note=note),
+        Row(name="step time, absolute error: worst", value=float(errors.max()), unit="%", target=20, better="lower", note=note),
+        Row(name="step time bias", value=abs(bias), unit="%", target=2, better="lower",
+            note=f"measured here; predictions are {'slow' if bias > 0 else 'fast'} on geometric mean"),
+        *[_phase_row(runs, phase) for phase in PHASES],
+    ]  # fmt: skip
+
+
+def _phase_row(runs: list[Run], phase: str) -> Row:
+    off = [100 * (one.pairs()[phase][0] - one.pairs()[phase][1]) / one.measured for one in runs]
+    return Row(name=f"phase {phase}: absolute error as share of the step, median", value=statistics.median(map(abs, off)), unit="% of step",
+               better="lower", note=f"measured here; mean signed {statistics.fmean(off):+.1f} %")  # fmt: skip
+
+
+def kendall(runs: list[Run]) -> float:
+    """tau-b of predicted and measured order, measured differences below twice their noise counted as ties of the measurement."""
+    agree = differ = tied = 0
+    for i, a in enumerate(runs):
+        for b in runs[i + 1:]:
+            if abs(a.measured - b.measured) <= 2 * math.hypot(a.noise, b.noise):
+                tied += 1
+                continue
+            same = (a.measured - b.measured) * (a.predicted - b.predicted)
+            agree, differ = agree + (same > 0), differ + (same < 0)
+    pairs = agree + differ
+    # both sides may call a pair tied: such a pair is out of the numerator and out of both factors of the denominator
+    return (agree - differ) / pairs if pairs else 1.0
+
+
+def regret(runs: list[Run]) -> float:
+    """Relative loss of taking the plan predicted fastest."""
+    return min(runs, key=lambda one: one.predicted).measured / min(one.measured for one in runs) - 1
+
+
+def _ranking_rows(runs: list[Run]) -> list[Row]:
+    grouped: dict[str, list[Run]] = defaultdict(list)
+    for one in runs:
+        grouped[one.group].append(one)
+    groups = [g for g in grouped.values() if len(g) >= GROUP_PLANS]
+    found = [Row(name=f"groups of at least {GROUP_PLANS} plans", value=len(groups), unit="", target=8, note="measured here")]
+    if not groups:
+        return found
+    taus, regrets = [kendall(g) for g in groups], [100 * regret(g) for g in groups]
+    return [
+        *found,
+        Row(name="rank correlation within groups (Kendall tau-b), mean", value=statistics.fmean(taus), unit="", target=0.8,
+            note=f"measured here; lowest {min(taus):.2f}; differences below twice the noise are ties"),
+        Row(name="regret of the plan predicted fastest, median", value=statistics.median(regrets), unit="%", target=2, better="lower"),
+        Row(name="regret of the plan predicted fastest, worst", value=max(regrets), unit="%", target=5, better="lower"),
+    ]  # fmt: skip
+
+
+def _memory_rows(runs: list[Run]) -> list[Row]:
+    found = []
+    pairs = {
+        "peak allocated": [(one.plan.prediction["memory"]["peak"]["value"], one.found["measured"]["memory_bytes"]["peak_allocated"]) for one in runs],
+        "reserved and context": [(one.plan.prediction["memory"]["reserved"]["value"], one.reserved) for one in runs],
+    }
+    for name, values in pairs.items():
+        errors = [100 * (predicted / measured - 1) for predicted, measured in values if measured]
+        if errors:
+            found.append(Row(name=f"{name}: absolute error, median", value=statistics.median(map(abs, errors)), unit="%",
+                             target=3 if name == "peak allocated" else None, better="lower", note=f"measured here, {len(errors)} plans"))  # fmt: skip
+            found.append(Row(name=f"{name}: furthest below the measurement", value=max(0.0, -min(errors)), unit="%", target=5, better="lower"))
+    return found
+
+
+def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % Wilson band of a share."""
+    share, spread = hits / count, z * z / count
+    centre = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
+    return centre - half, centre + half
+
+
+def _interval_rows(runs: list[Run], calibration: Calibration) -> list[Row]:
+    """Of the step and every phase of at least SMALL_PHASE of it, under the calibration with its residuals; points stay as they were predicted."""
+    hits, widths = [], []
+    for one in runs:
+        made = estimate(one.plan, calibration)
+        quantities = {"step": made.step_time, **made.phases}
+        for name, (predicted, measured) in one.pairs().items():
+            quantity = quantities[name]
+            if measured < SMALL_PHASE * one.measured or quantity.value <= 0:
+                continue
+            scale = predicted / quantity.value  # 1 unless the model has changed since
+            hits.append(quantity.low * scale <= measured <= quantity.high * scale)
+            widths.append(100 * (quantity.high - quantity.low) / quantity.value)
+    if not hits:
+        return []
+    low, high = wilson(sum(hits), len(hits))
+    note = f"measured here, {len(hits)} predictions; 95 % Wilson band {low:.1%}-{high:.1%} {'holds' if low <= COVERAGE <= high else 'misses'} 90 %"
+    return [
+        Row(name="90 % intervals: distance of the coverage's 95 % Wilson band from 90 %", value=100 * max(0.0, low - COVERAGE, COVERAGE - high),
+            unit="%", target=0, better="lower", note=note),
+        Row(name="90 % intervals: coverage", value=100 * statistics.fmean(hits), unit="%", note=note),
+        Row(name="90 % intervals: predictions", value=len(hits), unit="", target=200),
+        Row(name="90 % intervals: width, median", value=statistics.median(widths), unit="%", aim=12, better="lower"),
+    ]  # fmt: skip
+
+
+def _speed_rows(runs: list[Run], calibration: Calibration, path: Path) -> list[Row]:
+    estimate(runs[0].plan, calibration)
+    times = []
+    for one in runs:
+        start = time.perf_counter()
+        estimate(one.plan, calibration)
+        times.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    load_calibration(path)
+    loaded = time.perf_counter() - start
+    return [Row(name="prediction of one plan, median", value=1e3 * statistics.median(times), unit="ms", target=5, better="lower"),
+            Row(name="loading the calibration", value=1e3 * loaded, unit="ms", target=50, better="lower")]  # fmt: skip
+
+
+def _plan_row(one: Run) -> Row:
+    plan, layer = one.plan, one.plan.model.sequences[0].layers[0]
+    lengths = plan.workload.lengths[plan.model.sequences[0].name]
+    option = next(r for r in plan.regions if r.region.split(".")[-1].isdigit()).options[0]
+    what = (f"{layer.kind} x{layer.count} D{plan.model.dim} head dim {layer.head_dim} mlp {layer.mlp_dim}, "
+            f"histories {lengths.kind} <= {lengths.maximum}, "
+            f"batch {plan.local_batch} x {plan.accumulation}, {option.precision}, checkpoint {option.checkpoint}, {plan.execution}")  # fmt: skip
+    return Row(name=f"plan {one.name}", value=one.measured * 1e3, unit="ms a step", better="lower",
+               note=f"predicted {one.predicted * 1e3:.2f} ms ({one.error:+.1%}); {what}")  # fmt: skip

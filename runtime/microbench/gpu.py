@@ -1,0 +1,409 @@
+"""What a step on one GPU is made of, timed as the trainer runs it: constants of the device, whole blocks under every precision and checkpoint
+policy, table groups, the optimizer, single ops, batches built by the loader, and the host's own time from short runs of the trainer.
+
+Device time comes from events behind a held-back stream, host time from the same calls (`timing`). A block is the trainer's own module, fed with
+tensors of the dtypes that reach it in the model: tables hand fp32 in, blocks hand their own dtype on. Its sample has the policy as variant; a
+backward under `selective` or `full` includes what runs again.
+"""
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from costmodel import ops
+from costmodel.blocks import BatchShape, Heads, JaggedShape
+from costmodel.blocks.measured import block_features
+from costmodel.calibration import Calibration, fit
+from costmodel.gpu import launches
+from costmodel.lower import lower
+from costmodel.model import TableGroup
+from costmodel.ops import KINDS
+from costmodel.plan import Layout, Plan, RegionOption, TablePlacement
+from costmodel.regions import Region, regions
+from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
+from costmodel.sparse import expected_unique, skew
+from runtime.batch import Batch
+from runtime.checkpointing import apply_checkpointing
+from runtime.data import Source, open_source
+from runtime.embedding import Lookup, ShardedEmbeddings
+from runtime.mesh import Meshes
+from runtime.microbench import cases
+from runtime.microbench.cases import noise
+from runtime.microbench.requests import Request, requests
+from runtime.microbench.timing import Run, Timing, measure
+from runtime.mixed_precision import compute_in
+from runtime.model import GEM
+from runtime.optimizer import build_dense_optimizer
+from runtime.parallelize import PARAM_DTYPES
+from runtime.trainer import WARMUP_STEPS, Trainer
+
+POLICIES = ("none", "selective", "full")
+# A subject's batch is timed whole and in this part.
+SMALLER = 3
+COPIES = 2
+# Steps, and events a batch, of the runs that time the host.
+HOST_STEPS, SMALL_TOKENS = 12, 1500.0
+# Points a turn of the op kinds with the most features.
+TURNS = {"linear": 5, "attention": 4}
+Report = Callable[[str], None]
+
+
+def sample(kind: str, phase: str, features: dict[str, float], timing: Timing, *, variant: str = "", dtype: str = "fp32",
+           held_out: bool = False) -> Sample:
+    return Sample(op=kind, variant=variant, phase=phase, features=features, dtype=dtype, seconds=timing.seconds, host_seconds=timing.host_seconds,
+                  noise=timing.noise, repeats=timing.repeats, held_out=held_out)
+
+
+def constant(name: str, value: float, variant: str = "") -> Sample:
+    return Sample(op=CONSTANT_PREFIX + name, variant=variant, phase=ops.STEP, features={}, seconds=value)
+
+
+# --- constants ---
+
+
+def constant_samples(device: torch.device) -> list[Sample]:
+    """Launch times, rates of a large copy and of large products, host-to-device rate, bytes that libraries keep (costmodel.samples)."""
+    found = [constant("library_bytes", _library_bytes(device)), *_launch_constants(device)]
+    source, target = torch.randn(2**29, device=device), torch.empty(2**29, device=device)
+    copied = measure([Run(run=lambda _: target.copy_(source))], device=device, seconds=0.1)
+    found.append(constant("memory_bandwidth", 2 * source.numel() * 4 / copied.seconds))
+    for dtype, size in (("bf16", 8192), ("fp32", 4096)):
+        a, b = (torch.randn(size, size, device=device, dtype=PARAM_DTYPES[dtype]) for _ in range(2))
+        product = measure([Run(run=lambda _, a=a, b=b: a @ b)], device=device, seconds=0.1)
+        found.append(constant("peak_flops", 2 * size**3 / product.seconds, dtype))
+    host = torch.empty(2**26, dtype=torch.uint8).pin_memory()
+    landed = torch.empty_like(host, device=device)
+    moved = measure([Run(run=lambda _: landed.copy_(host, non_blocking=True))], device=device, seconds=0.1)
+    return [*found, constant("host_copy_bandwidth", host.numel() / moved.seconds)]
+
+
+def _library_bytes(device: torch.device) -> float:
+    """What products in forward and backward leave allocated once all tensors are gone: workspaces of two threads."""
+    before = torch.cuda.memory_allocated()
+    for dtype in PARAM_DTYPES.values():
+        layer = nn.Linear(1024, 1024, device=device, dtype=dtype)
+        layer(torch.randn(512, 1024, device=device, dtype=dtype)).sum().backward()
+    del layer
+    gc.collect()
+    torch.cuda.synchronize()
+    return float(torch.cuda.memory_allocated() - before)
+
+
+def _launch_constants(device: torch.device) -> list[Sample]:
+    small = torch.randn(16, device=device)
+    eager = _host_seconds(lambda: small.add_(1.0), 1000)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            small.add_(1.0)
+    return [constant("launch_seconds", eager), constant("graph_launch_seconds", _host_seconds(graph.replay, 20) / 100)]
+
+
+def _host_seconds(call: Callable[[], object], repeats: int) -> float:
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    spent = (time.perf_counter() - start) / repeats
+    torch.cuda.synchronize()
+    return spent
+
+
+def context_bytes() -> float:
+    """What the device holds beyond the caching allocator: context, modules, communicators."""
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free - torch.cuda.memory_reserved())
+
+
+# --- blocks ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """A batch of `samples`, with the lengths of every history."""
+
+    samples: int
+    lengths: dict[str, np.ndarray]
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(samples=float(self.samples), sequences={k: JaggedShape.of_lengths(v) for k, v in self.lengths.items()})
+
+
+def batches(plan: Plan, rng: np.random.Generator) -> list[Lengths]:
+    """The plan's batch and a smaller one."""
+    sizes = sorted({plan.local_batch, max(4, plan.local_batch // SMALLER)}, reverse=True)
+    return [Lengths(samples=n, lengths={s.name: plan.workload.lengths[s.name].sample(rng, n) for s in plan.model.sequences}) for n in sizes]
+
+
+def block_samples(plan: Plan, batch: Lengths, device: torch.device, *, precision: str, policies: tuple[str, ...], seconds: float) -> Iterator[Sample]:
+    """Forward and backward of one block of every region; policies other than `none` for the layers of histories."""
+    for region in regions(plan.model):
+        if isinstance(region.block, Heads) and len({h.hidden for h in plan.model.heads}) > 1:
+            continue
+        layer = region.name.split(".")[-1].isdigit()
+        for policy in policies if layer else ("none",):
+            features = block_features(region.block, batch.shape)
+            block = _block(plan, region, device, precision=precision, policy=policy)
+            for phase in (ops.FORWARD, ops.BACKWARD):
+                if policy == "full" and phase == ops.FORWARD:
+                    continue
+                run = _block_run(plan, region, block, batch, device, precision, phase)
+                timing = measure([run], device=device, seconds=seconds)
+                yield sample(BLOCK_PREFIX + region.block.kind, phase, features, timing, variant="" if policy == "none" else policy, dtype=precision)
+
+
+def _block(plan: Plan, region: Region, device: torch.device, *, precision: str, policy: str) -> nn.Module:
+    with device:
+        model = GEM(dataclasses.replace(plan.model, sequences=tuple(
+            dataclasses.replace(s, layers=tuple(dataclasses.replace(g, count=1) for g in s.layers)) for s in plan.model.sequences)))
+    parent, name = model.regions()[region.name][0]
+    block = parent.get_submodule(name)
+    option = RegionOption(count=1, precision=precision, checkpoint=policy)  # type: ignore[arg-type]
+    if option.precision != "fp32":
+        compute_in(block, PARAM_DTYPES[option.precision])
+    apply_checkpointing(block, option.checkpoint)
+    return block
+
+
+def _block_run(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: torch.device, precision: str, phase: str) -> Run:
+    inputs, forward = _fed(plan, region, block, batch, device, PARAM_DTYPES[precision])
+    differentiated = [*inputs, *block.parameters()]
+    if phase == ops.FORWARD:
+        return Run(run=lambda _: forward())
+    out = forward()
+    gradient = noise(*out.shape, device=device).to(out.dtype)
+    return Run(prepare=forward, run=lambda out: torch.autograd.grad(out, differentiated, gradient))
+
+
+def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: torch.device,
+         dtype: torch.dtype) -> tuple[list[Tensor], Callable[[], Tensor]]:
+    """(inputs to differentiate, the call that `runtime.model.GEM.forward` makes of this region, what it does to the inputs included)."""
+    model, samples = plan.model, batch.samples
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return noise(*shape, device=device).to(dtype).requires_grad_()
+
+    if region.sequence:
+        lengths = batch.lengths[region.sequence]
+        tokens, longest = int(lengths.sum()), int(lengths.max())
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).to(device)
+        if region.name == f"{region.sequence}.input":
+            leaves = [leaf(t.count, tokens, t.dim) for t in model.tables if t.sequence == region.sequence]
+
+            def enter() -> Tensor:
+                parts = [p for stacked in leaves for p in stacked.unbind(0)]
+                return block(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+
+            return leaves, enter
+        x = leaf(tokens, model.dim, dtype=dtype)
+        if region.name == f"{region.sequence}.summary":
+            return [x], lambda: block(x, offsets)
+        return [x], lambda: block(x, offsets, longest)
+    if region.name == "bottom":
+        dense = noise(samples, model.num_dense_features, device=device)
+        return [], lambda: block(dense)
+    if region.name == "interaction":
+        leaves = [leaf(t.count, samples, t.dim) for t in model.tables if t.sequence is None]
+        others = [leaf(samples, model.dim, dtype=dtype) for _ in model.sequences]
+        others += [leaf(samples, model.bottom_hidden[-1], dtype=dtype)] if model.num_dense_features else []
+
+        def interact() -> Tensor:
+            features = [f for stacked in leaves for f in stacked.unbind(0)] + others
+            return block(torch.cat([f.to(features[-1].dtype) for f in features], dim=1))
+
+        return [*leaves, *others], interact
+    x = leaf(samples, model.interaction_hidden[-1], dtype=dtype)
+    return [x], lambda: block(x)
+
+
+# --- tables, optimizer, input ---
+
+
+def sparse_samples(plan: Plan, source: Source, samples: int, device: torch.device, *, seconds: float) -> Iterator[Sample]:
+    """Lookup and fused update of every table group, by the trainer's own class on the source's own ids."""
+    drawn = [source.build(np.random.default_rng(i).integers(0, source.num_train, samples)).to(device) for i in range(COPIES)]
+    for table in plan.model.tables:
+        yield from _table_samples(plan, table, drawn, device, seconds)
+
+
+def _table_samples(plan: Plan, table: TableGroup, drawn: list[Batch], device: torch.device, seconds: float) -> Iterator[Sample]:
+    meshes = Meshes(layout=plan.layout, rank=0, device=device, dense=None, sparse_group=None, sparse_replicas=None)
+    placements = tuple(p for p in plan.tables if p.table in table.names)
+    tables = ShardedEmbeddings((table,), placements, meshes, seed=0, learning_rate=0.01)
+    ids = float(drawn[0].ids[table.name].numel())
+    unique = table.count * expected_unique(table.rows, skew(table, table.name, plan.workload), ids / table.count)
+    common = {"ids": ids, "unique": float(round(unique)), "dim": float(table.dim), "rows": float(table.rows * table.count)}
+    variant = "sequence" if table.sequence is not None else "pooled"
+    looked = measure([Run(run=lambda _, b=b: tables.forward(b)) for b in drawn], device=device, seconds=seconds)
+    yield sample("embedding_lookup", ops.FORWARD, {**common, "tables": float(table.count)}, looked, variant=variant, dtype=table.dtype)
+
+    def prepare(batch: Batch) -> list[Lookup]:
+        for leaf in tables.forward(batch).values():
+            leaf.grad = torch.empty_like(leaf).normal_()
+        return tables._lookups
+
+    def update(lookups: list[Lookup]) -> None:
+        tables._lookups = lookups
+        tables.backward()
+
+    updated = measure([Run(prepare=lambda b=b: prepare(b), run=update) for b in drawn], device=device, seconds=seconds)
+    yield sample("embedding_update", ops.STEP, {**common, "tables": 1.0}, updated, variant=table.optimizer, dtype=table.dtype)
+
+
+def optimizer_sample(plan: Plan, device: torch.device, *, seconds: float) -> Sample:
+    """AdamW on the whole dense model, gradients dropped after it."""
+    with device:
+        model = GEM(plan.model)
+    parameters = list(model.parameters())
+    optimizer = build_dense_optimizer(parameters, lr=1e-3)
+    gradients = [torch.zeros_like(p) for p in parameters]
+
+    def prepare() -> None:
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+
+    def step(_state: object) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    features = {"parameters": float(sum(p.numel() for p in parameters)), "tensors": float(len(parameters))}
+    return sample("adamw", ops.STEP, features, measure([Run(prepare=prepare, run=step)], device=device, seconds=seconds))
+
+
+def input_sample(plan: Plan, source: Source, samples: int, *, seconds: float) -> Sample:
+    """A batch built and pinned, as the loader's thread does it. `events`: ids of all tables."""
+    drawn = [np.random.default_rng(i).integers(0, source.num_train, samples) for i in range(4)]
+    ids = sum(t.numel() for t in source.build(drawn[0]).ids.values())
+    timing = measure([Run(run=lambda _, d=d: source.build(d).pin()) for d in drawn], device=torch.device("cpu"), seconds=seconds)
+    return sample("input", ops.STEP, {"samples": float(samples), "events": float(ids)}, timing, variant="jagged")
+
+
+# --- ops ---
+
+
+def op_samples(plans: list[Plan], device: torch.device, *, points: float, seconds: float, until: float) -> Iterator[Sample]:
+    """Single ops of the plans' own shapes and around them until the clock says `until`; tables and optimizer are timed above."""
+    wanted = [r for r in requests(plans, points=points, gpu=True)
+              if cases.executable(r) and r.op.kind not in ("embedding_lookup", "embedding_update", "adamw", "unique")]
+    for request in in_turns(wanted, np.random.default_rng(11)):
+        if time.perf_counter() > until:
+            return
+        copies = 1 if request.op.bytes(ops.FORWARD) > 6e7 else COPIES
+        for phase in KINDS[request.op.kind].phases:
+            timing = measure(cases.cases(request, phase, device, copies), device=device, seconds=seconds)
+            yield sample(request.op.kind, phase, dict(request.op.features), timing, variant=request.op.variant, dtype=request.op.dtype,
+                         held_out=request.held_out)
+
+
+def in_turns(wanted: list[Request], rng: np.random.Generator) -> list[Request]:
+    """Op kinds take turns, those that depend on most features with more points a turn, each kind's points in random order: whenever the clock stops,
+    every kind has points from all over its range."""
+    queues: dict[tuple[str, str, str], list[Request]] = defaultdict(list)
+    for request in wanted:
+        queues[request.op.kind, request.op.variant, request.op.dtype].append(request)
+    for queue in queues.values():
+        rng.shuffle(queue)  # type: ignore[arg-type]
+    found: list[Request] = []
+    while len(found) < len(wanted):
+        for (kind, _, _), queue in queues.items():
+            count = TURNS.get(kind, 1)
+            found += queue[:count]
+            del queue[:count]
+    return found
+
+
+def device_samples(plans: list[Plan], device: torch.device, *, budget: float, seconds: float = 0.03, report: Report = lambda _: None) -> list[Sample]:
+    """Everything above, for about `budget` seconds: blocks and tables first, which nothing else stands for, then ops until the time is over."""
+    begin, rng = time.perf_counter(), np.random.default_rng(7)
+    found = constant_samples(device)
+    for number, plan in enumerate(plans):
+        source = open_source(plan.model, plan.workload, seed=plan.seed)
+        precision = plan.regions[0].options[0].precision
+        for batch in batches(plan, rng):
+            found += block_samples(plan, batch, device, precision=precision, policies=POLICIES if precision == "bf16" else ("none",), seconds=seconds)
+            if precision == "bf16":
+                found += sparse_samples(plan, source, batch.samples, device, seconds=seconds)
+                found.append(input_sample(plan, source, batch.samples, seconds=2 * seconds))
+        found.append(optimizer_sample(plan, device, seconds=seconds))
+        gc.collect()
+        torch.cuda.empty_cache()
+        report(f"plan {number + 1}/{len(plans)}: {len(found)} samples, {time.perf_counter() - begin:.0f} s")
+    found.append(constant("context_bytes", context_bytes()))
+    found += op_samples(plans, device, points=0.5, seconds=seconds / 2, until=begin + budget)
+    report(f"{len(found)} samples, {time.perf_counter() - begin:.0f} s")
+    return found
+
+
+# --- the host in the trainer ---
+
+
+def host_samples(calibration: Calibration, plans: list[Plan], device: torch.device) -> list[Sample]:
+    """`host_scale` and `step_host` from short runs of small batches, whose steps wait for the host: their main thread's time against what
+    `calibration` gives for the launches."""
+    pairs = []
+    for plan in plans:
+        trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
+        trainer.train(WARMUP_STEPS + HOST_STEPS)
+        trainer.phases += trainer.timer.finished(wait=True)
+        spent = statistics.median(sum(step.values()) for step in trainer.timer.host[WARMUP_STEPS:])
+        pairs.append((sum(launches(lower(plan, calibration).graph).values()), spent))
+        del trainer
+        gc.collect()
+    scale, rest = host_fit(pairs)
+    return [constant("host_scale", scale), constant("step_host", rest)]
+
+
+def host_fit(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    """(scale, rest >= 0) of spent = scale x predicted + rest with the least relative error."""
+    predicted, spent = np.array(pairs).T
+    scale, rest = np.linalg.lstsq(np.stack([predicted / spent, 1 / spent], axis=1), np.ones(len(pairs)), rcond=None)[0]
+    if rest < 0 or scale <= 0:
+        scale, rest = float(np.median(spent / predicted)), 0.0
+    return float(scale), float(rest)
+
+
+def small_plans(plans: list[Plan]) -> list[Plan]:
+    """One small batch of each block kind, precision and policy among the first plans."""
+    found: dict[tuple[str, str, str], Plan] = {}
+    for i, plan in enumerate(plans):
+        layer, precision = plan.model.sequences[0].layers[0], plan.regions[0].options[0].precision
+        policy = POLICIES[i // 2 % len(POLICIES)] if precision != "fp32" else "none"
+        mean = plan.workload.lengths[plan.model.sequences[0].name].mean()
+        batch = max(2, int(SMALL_TOKENS / mean))
+        regions_ = tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(o, checkpoint=policy) for o in r.options))
+                         if r.region.split(".")[-1].isdigit() else r for r in plan.regions)
+        workload = dataclasses.replace(plan.workload, global_batch=batch, local_batch=None)
+        small = dataclasses.replace(plan, local_batch=batch, accumulation=1, workload=workload, regions=regions_, fingerprints={})
+        found.setdefault((layer.kind, precision, policy), small)
+    return list(found.values())
+
+
+def alone(plan: Plan) -> Plan:
+    """The plan's model and batch on one rank, which holds every table."""
+    names = [name for table in plan.model.tables for name in table.names]
+    return dataclasses.replace(plan, layout=Layout(), accumulation=1, fingerprints={}, predict_only=(),
+                               tables=tuple(TablePlacement(table=name, sharding="table_wise", ranks=(0,)) for name in names))
+
+
+def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report: Report = lambda _: None) -> tuple[Environment, list[Sample]]:
+    """Everything above, with the host's constants under the calibration that the other samples make."""
+    from runtime.microbench.__main__ import environment
+
+    plans = [alone(plan) for plan in plans]
+    found, own = environment(device), device_samples(plans, device, budget=budget, report=report)
+    datasheet = plans[0].cluster.device
+    first = fit(dataclasses.replace(found, device_name=datasheet.name), own, device=datasheet)
+    own += host_samples(first, small_plans(plans), device)
+    report(f"{len(own)} samples with those of the host")
+    return found, own

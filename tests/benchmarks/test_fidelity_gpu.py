@@ -1,0 +1,121 @@
+"""Fidelity on a GPU: the space, the stages on a small plan (on this machine's CPU), and the figures of known runs."""
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import fidelity_gpu, fidelity_report
+from benchmarks import fidelity_gpu_space as space
+from benchmarks.fidelity_report import Run, kendall, regret, wilson
+from benchmarks.fidelity_space import _subject
+from costmodel.calibration import fit
+from costmodel.cluster import Cluster, Device
+from costmodel.codec import encode
+from costmodel.estimate import estimate
+from costmodel.plan import Plan
+from costmodel.runresult import PHASES
+from costmodel.samples import Environment, Sample
+from planner.scenario import load_scenario
+
+H200 = Device(name="H200-SXM", kind="gpu", peak_flops={"fp32": 67e12, "bf16": 989e12}, memory_bytes=141e9, memory_bandwidth=4.8e12, num_sms=132,
+              l2_bytes=50e6, host_link_bandwidth=64e9)
+CLUSTER = Cluster(name="one", device=H200, num_hosts=1, devices_per_host=1, tiers=())
+
+
+def small_plan(**options) -> Plan:
+    model, workload = _subject("tiny", {
+        "kind": "self_attention", "dim": 32, "heads": 2, "depth": 1, "mlp_factor": 2, "num_tables": 2, "rows": 50, "table_dim": 16, "maximum": 12,
+        "length_kind": "uniform", "global_batch": 8, "dense": 4,
+    })  # fmt: skip
+    return space._one(model, workload, CLUSTER, **options)
+
+
+def test_draws_repeat_are_legal_and_no_calibration_subject():
+    subjects = {space._subject_hash(p.model, p.workload) for p in space.calibration_plans(CLUSTER)}
+    for group in range(4):
+        plans = space.draw_group(CLUSTER, seed=3, group=group)
+        assert plans == space.draw_group(CLUSTER, seed=3, group=group)
+        assert len({p.identity() for p in plans}) == len(plans) >= 5
+        assert len({(p.local_batch * p.accumulation, space._subject_hash(p.model, p.workload)) for p in plans}) == 1
+        layer = plans[0].model.sequences[0].layers[0]
+        assert layer.head_dim in (64, 128) and layer.heads * layer.head_dim == plans[0].model.dim
+        assert all(space._subject_hash(p.model, p.workload) not in subjects for p in plans)
+
+
+def test_plans_are_predicted_run_and_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity_gpu, "RUN_SECONDS", 0.0)
+    monkeypatch.setattr(fidelity_gpu, "MIN_STEPS", 3)
+    samples = [Sample(op="linear", phase=p, features={"m": m, "k": 32.0, "n": 32.0}, dtype="bf16", seconds=1e-5) for p in ("forward", "backward")
+               for m in (10.0, 100.0)]
+    calibration = fit(Environment(device_name=H200.name, device_kind="cuda"), samples, device=H200)
+    paths = []
+    for i, plan in enumerate([small_plan(), small_plan(checkpoint="full"), small_plan(precision="fp32")]):
+        paths.append(tmp_path / f"{'residual' if i == 2 else 'scored'}-1-0-{i}" / "plan.json")
+        paths[-1].parent.mkdir()
+        dataclasses.replace(plan, prediction=encode(estimate(plan, calibration))).save(paths[-1])
+    fidelity_gpu.run(paths, torch.device("cpu"), seconds=600)
+    before = paths[0].parent.joinpath("run.json").read_text()
+    fidelity_gpu.run(paths, torch.device("cpu"), seconds=600)  # what has a result is not run again
+    assert paths[0].parent.joinpath("run.json").read_text() == before
+    residual, scored, failed = fidelity_gpu.load_runs(paths)
+    assert len(residual) == 1 and len(scored) == 2 and not failed
+    fidelity_gpu.report(paths, tmp_path, calibration, out=tmp_path, command="test")
+    found = {row["name"]: row for row in json.loads((tmp_path / "fidelity-h200.json").read_text())["rows"]}
+    assert found["configurations scored"]["value"] == 2 and not found["configurations scored"]["passed"]
+    assert found["step time, absolute error: worst"]["value"] == pytest.approx(100 * max(abs(s.error) for s in scored))
+    assert "plan scored-1-0-1" in found
+
+
+def test_the_kept_cluster_is_the_scenario_s():
+    cluster = load_scenario(Path(fidelity_gpu.SCENARIO)).cluster
+    assert fidelity_gpu.cluster() == dataclasses.replace(cluster, memory_budget=None)
+
+
+def test_nothing_starts_after_the_time_is_over(tmp_path, capsys):
+    path = tmp_path / "scored-1-0-0" / "plan.json"
+    path.parent.mkdir()
+    dataclasses.replace(small_plan(), prediction=encode(estimate(small_plan(), None))).save(path)
+    fidelity_gpu.run([path], torch.device("cpu"), seconds=-1.0)
+    assert "out of time" in capsys.readouterr().out and not (path.parent / "run.json").exists()
+
+
+def known_run(name: str, *, predicted: float, measured: float, jitter: float = 0.0, group: str = "g") -> Run:
+    plan = small_plan()
+    prediction = encode(estimate(plan, None))
+    prediction["step_time"]["value"] = predicted
+    steps = [measured - jitter, measured, measured + jitter]
+    found = {"measured": {"step_time_s": {"median": measured}, "memory_bytes": {"peak_allocated": 100.0, "reserved": 110.0}}, "steps_s": steps,
+             "device_s": dict.fromkeys(PHASES, measured / len(PHASES)), "context_bytes": 10.0}
+    return Run(name=name, group=group, plan=dataclasses.replace(plan, prediction=prediction), found=found)
+
+
+def test_ranking_counts_order_ties_and_what_the_best_prediction_loses():
+    runs = [known_run("a", predicted=1.0, measured=1.0), known_run("b", predicted=2.0, measured=1.9), known_run("c", predicted=0.9, measured=1.2)]
+    assert kendall(runs) == pytest.approx((2 - 1) / 3)  # a before c was predicted the other way round
+    assert regret(runs) == pytest.approx(0.2)
+    noisy = [known_run("a", predicted=1.0, measured=1.0, jitter=0.5), known_run("c", predicted=0.9, measured=1.2, jitter=0.5)]
+    assert kendall(noisy) == 1.0  # a difference within the noise is no order
+
+
+def test_memory_names_what_lies_furthest_below():
+    found = {row.name: row for row in fidelity_report._memory_rows([known_run("a", predicted=1.0, measured=1.0)])}
+    peak = known_run("a", predicted=1.0, measured=1.0).plan.prediction["memory"]["peak"]["value"]
+    assert found["peak allocated: absolute error, median"].value == pytest.approx(100 * abs(peak / 100.0 - 1))
+    assert found["peak allocated: furthest below the measurement"].value == pytest.approx(100 * max(0.0, 1 - peak / 100.0))
+
+
+def test_residuals_become_intervals_by_phase():
+    runs = [known_run(str(i), predicted=1.0, measured=1.0 + 0.01 * i) for i in range(12)]
+    samples = [Sample(op="linear", phase="forward", features={"m": 10.0, "k": 32.0, "n": 32.0}, dtype="bf16", seconds=1e-5)]
+    calibration = fidelity_gpu.with_residuals(fit(Environment(device_name=H200.name, device_kind="cuda"), samples, device=H200), runs)
+    assert len(calibration.run_residuals["step"]) == 12
+    step = estimate(small_plan(), calibration).step_time
+    assert step.high / step.value > step.value / step.low  # measured times lay above their predictions
+
+
+def test_the_wilson_band_holds_the_share_and_narrows():
+    low, high = wilson(180, 200)
+    assert low < 0.9 < high and high - low < 0.09
+    assert wilson(18, 20)[1] - wilson(18, 20)[0] > high - low

@@ -1,0 +1,94 @@
+"""The GPU microbenchmark's cases on this machine's CPU: every sample can be fitted, and what is timed does what the trainer does."""
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.fidelity_gpu_space import _one
+from benchmarks.fidelity_space import _subject
+from costmodel.blocks.measured import measured_block_ops
+from costmodel.cluster import Cluster, Device
+from costmodel.plan import Layout, Plan
+from runtime.data import open_source
+from runtime.microbench import gpu
+from runtime.microbench.requests import requests
+
+CPU = torch.device("cpu")
+H200 = Device(name="H200-SXM", kind="gpu", peak_flops={"fp32": 67e12, "bf16": 989e12}, memory_bytes=141e9, memory_bandwidth=4.8e12)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model, workload = _subject("tiny", {
+        "kind": "hstu", "dim": 32, "heads": 2, "depth": 2, "mlp_factor": 2, "num_tables": 3, "rows": 100, "table_dim": 16, "maximum": 20,
+        "length_kind": "uniform", "global_batch": 8, "dense": 4,
+    })  # fmt: skip
+    return _one(model, workload, Cluster(name="one", device=H200, num_hosts=1, devices_per_host=1, tiers=()))
+
+
+def test_every_region_is_timed_in_both_directions_and_layers_under_every_policy(plan):
+    (batch, _) = gpu.batches(plan, np.random.default_rng(0))
+    samples = list(gpu.block_samples(plan, batch, CPU, precision="bf16", policies=gpu.POLICIES, seconds=0.0))
+    assert {(s.op, s.variant, s.phase) for s in samples} == {
+        (f"block:{kind}", "", phase) for kind in ("sequence_input", "hstu", "summary", "mlp", "heads") for phase in ("forward", "backward")
+    } | {("block:hstu", "selective", "forward"), ("block:hstu", "selective", "backward"), ("block:hstu", "full", "backward")}
+    for sample in samples:
+        assert measured_block_ops(sample.op.removeprefix("block:"), sample.features, sample.dtype)
+
+
+def test_a_smaller_batch_is_timed_too(plan):
+    assert [b.samples for b in gpu.batches(dataclasses.replace(plan, local_batch=30), np.random.default_rng(0))] == [30, 10]
+
+
+def test_each_timed_update_changes_the_table(plan, monkeypatch):
+    updates = []
+    monkeypatch.setattr(gpu.ShardedEmbeddings, "_update", lambda self: updates.append([len(p) for p in self._pending.values()]) or [
+        p.clear() for p in self._pending.values()])  # fmt: skip
+    source = open_source(plan.model, plan.workload, seed=0)
+    samples = list(gpu.sparse_samples(plan, source, 8, CPU, seconds=0.0))
+    assert {(s.op, s.variant) for s in samples} == {("embedding_lookup", "sequence"), ("embedding_lookup", "pooled"),
+                                                    ("embedding_update", "rowwise_adagrad")}  # fmt: skip
+    assert updates and all(found == [1] for found in updates)
+    for sample in samples:
+        sample.as_op()
+        assert sample.features["unique"] <= sample.features["ids"]
+
+
+def test_ops_stop_with_the_clock(plan):
+    assert not list(gpu.op_samples([plan], CPU, points=0.1, seconds=0.0, until=time.perf_counter()))
+
+
+@pytest.mark.parametrize(("scale", "rest"), [(1.3, 2e-3), (0.9, 0.0)])
+def test_the_host_fit_finds_scale_and_rest(scale, rest):
+    pairs = [(p, scale * p + rest) for p in (5e-3, 1e-2, 3e-2)]
+    assert gpu.host_fit(pairs) == pytest.approx((scale, rest), abs=1e-9)
+
+
+def test_a_negative_rest_becomes_a_scale_alone():
+    scale, rest = gpu.host_fit([(1e-2, 0.5e-2), (2e-2, 2e-2)])
+    assert rest == 0.0 and scale == pytest.approx(0.75)
+
+
+def test_small_plans_cover_kind_precision_and_policy_once(plan):
+    plans = gpu.small_plans([plan, plan, plan, plan])
+    assert len(plans) == 2 and {r.options[0].checkpoint for p in plans for r in p.regions if r.region == "history.0"} == {"none", "selective"}
+    assert all(p.local_batch * p.workload.lengths["history"].mean() <= gpu.SMALL_TOKENS for p in plans)
+
+
+def test_a_plan_of_many_ranks_is_timed_on_one(plan):
+    many = dataclasses.replace(plan, layout=Layout(fsdp=8, sparse_group=8), tables=tuple(
+        dataclasses.replace(p, sharding="row_wise", ranks=()) for p in plan.tables))
+    found = gpu.alone(many)
+    assert found.layout.world_size == 1 and {(p.sharding, p.ranks) for p in found.tables} == {("table_wise", (0,))}
+    assert found.local_batch == plan.local_batch
+
+
+def test_every_kind_has_its_turn_and_nothing_is_lost(plan):
+    wanted = requests([plan], points=0.2, gpu=True)
+    found = gpu.in_turns(wanted, np.random.default_rng(0))
+    assert sorted(map(repr, found)) == sorted(map(repr, wanted)) and found != wanted
+    kinds = {(r.op.kind, r.op.variant, r.op.dtype) for r in wanted}
+    first = found[:sum(gpu.TURNS.get(kind, 1) for kind, _, _ in kinds)]
+    assert {(r.op.kind, r.op.variant, r.op.dtype) for r in first} == kinds
