@@ -153,7 +153,7 @@ class Model:
                 raise ValueError(f"sequence {sequence.name}: next_event {sequence.next_event!r} is none of its single tables "
                                  f"({', '.join(fed) or 'none'})")
         for what, all_names in (("table", [n for t in self.tables for n in t.names]), ("sequence", names), ("head", [h.name for h in self.heads])):
-            twice = sorted({n for n in all_names if all_names.count(n) > 1}) if len(all_names) < 3000 else _duplicates(all_names)
+            twice = _duplicates(all_names)
             if twice:
                 raise ValueError(f"{what} names must be unique, twice: {', '.join(twice[:5])}")
         if self.interaction_layers and (self.feature_dim < 1 or self.interaction_width % self.feature_dim):

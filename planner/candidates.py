@@ -58,18 +58,31 @@ class _Bounds:
         self.choices = pricing.space.regions
         self.calibration = pricing.calibration
         self.slow = pricing.slowest(pricing.base(0))[1]
+        self.codes: dict[str, tuple[np.ndarray, int]] = {}
         self.curves: list[tuple[np.ndarray, np.ndarray]] = []
         self.sent: dict[tuple[int, int], tuple[float, float, float, float]] = {}
 
     def per(self, names: Iterable[str], price: Callable[[int, Plan], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(`price` of one representative for each distinct combination of the columns `names`, stacked; which of them each candidate has)."""
-        rows = np.stack([self.columns[name].astype(np.int64) for name in names], axis=1)
-        span = rows.max(axis=0) - rows.min(axis=0) + 1
-        code = np.zeros(len(rows), dtype=np.int64)
-        for column in range(rows.shape[1]):
-            code = code * span[column] + rows[:, column] - rows[:, column].min()
-        _, first, which = np.unique(code, return_index=True, return_inverse=True)
+        code, size = np.zeros(len(self.columns), dtype=np.int64), 1
+        for name in names:
+            place, number = self.code(name)
+            code, size = code * number + place, size * number
+        # columns have few values: a table of all combinations is quicker than sorting the candidates
+        first = np.full(size, len(code), dtype=np.int64)
+        first[code[::-1]] = np.arange(len(code) - 1, -1, -1)
+        occurring = np.flatnonzero(first < len(code))
+        number_of = np.zeros(size, dtype=np.int64)
+        number_of[occurring] = np.arange(len(occurring))
+        first, which = first[occurring], number_of[code]
         return np.stack([np.asarray(price(int(i), self.pricing.base(int(i))), dtype=np.float64) for i in first]), which
+
+    def code(self, name: str) -> tuple[np.ndarray, int]:
+        """(place of every candidate's value among the column's distinct values, ascending; how many there are)."""
+        if name not in self.codes:
+            values, place = np.unique(self.columns[name].astype(np.int64), return_inverse=True)
+            self.codes[name] = (place, len(values))
+        return self.codes[name]
 
     # --- time ---
 
@@ -124,11 +137,14 @@ class _Bounds:
         options = []
         for k, r in enumerate(self.regions):
             least = times[0][k] + times[1][k]
-            points = []
+            points, saved = [], {}
             for c in self.choices[r.name]:
                 spent = prices.block(r.block, batch, c.precision, FORWARD).seconds + prices.block(r.block, batch, c.precision, BACKWARD).seconds
                 again = prices.recompute(r.block, batch, c.precision, c.checkpoint).seconds
-                points.append((r.block.saved_bytes(batch, c.precision, c.checkpoint), max(0.0, spent + again - least)))
+                kept_as = activation_dtype(c.precision), c.checkpoint  # all that saved bytes depend on
+                if kept_as not in saved:
+                    saved[kept_as] = r.block.saved_bytes(batch, c.precision, c.checkpoint)
+                points.append((saved[kept_as], max(0.0, spent + again - least)))
             options.append((r.count, points))
         self.curves.append(saving_curve(options))
         rows = batch.samples * len(plan.model.heads)

@@ -49,7 +49,9 @@ class Points:
         self.counts = np.concatenate([b[i] for b, i in zip(blocks, index)], axis=1)
         self.offsets = list(itertools.accumulate([b.shape[1] for b in blocks], initial=0))
         problem = program.build(no_goods=False)
-        self.column = {v.name: k for k, v in enumerate(problem.variables())}
+        # a variable that no row of the program uses is none of the problem's
+        names = dict.fromkeys([v.name for v in (program.T, program.L, program.W, program.S)] + [v.name for v in problem.variables()])
+        self.column = {name: k for k, name in enumerate(names)}
         values = np.zeros((len(self.counts), len(self.column)))
         names = [*program.n.items(), *program.x.items()]
         used = [*program.u.items(), *program.v.items()]

@@ -62,6 +62,7 @@ class Pricing:
         self.candidates: Candidates = space.candidates
         self.blocks = {r.name: r.count for r in regions(scenario.model)}
         self.single = single_blocks(scenario.model)
+        self.first_options = uniform(scenario.model, {name: choices[0] for name, choices in space.regions.items()})
         self.tied = tied_tables(scenario)
         self.table_log: list[Excluded] = []
         self.dominated: dict[str, dict[RegionChoice, RegionChoice]] = {}
@@ -75,7 +76,6 @@ class Pricing:
 
     def base(self, i: int) -> Plan:
         """Candidate i with the first option everywhere and its tables unplaced."""
-        first = {name: choices[0] for name, choices in self.space.regions.items()}
         scenario = self.scenario
         return Plan(
             scenario=scenario.name,
@@ -85,7 +85,7 @@ class Pricing:
             seed=scenario.seed,
             layout=self.candidates.layout(i),
             **self.candidates.options(i),
-            regions=uniform(scenario.model, first),
+            regions=self.first_options,
             tables=(),
         )
 
