@@ -152,13 +152,20 @@ def run(paths: list[Path], cluster: Cluster, calibration: Calibration | None = N
 
 
 def probe(plan: Plan, calibration: Calibration, cluster: Cluster, work: Path) -> Calibration:
-    """`calibration` with the constants of the machine just now, on the plan's number of ranks."""
+    """`calibration` with the constants of the machine just now, on the plan's number of ranks: what ranks wait for one another, and for the share of
+    a core how fast steps of a calibration plan are against what its curves say (cores that share a cache or a pipeline slow each other down too)."""
+    from runtime.microbench.steps import executable_here
     kind = plan.model.sequences[0].layers[0].kind
     subject = next(p for p in sorted(work.glob("fidelity-calibration-*.plan.json")) if Plan.load(p).model.sequences[0].layers[0].kind == kind)
     out = work / "probe.jsonl"
     torchrun("runtime.microbench", ["--out", str(out), "--only-steps", "--models", str(subject)], plan.layout.world_size, cluster, work / "probe.log")
     _, found = read_samples(out)
     constants = {f"{s.op.removeprefix(CONSTANT_PREFIX)}/{s.variant}": s.seconds for s in found}
+    ranks = plan.layout.world_size
+    alone = {**calibration.constants, f"processor_share/{ranks}": 1.0, f"peer_wait/{ranks}": 0.0}
+    phases = estimate(executable_here(Plan.load(subject), ranks), dataclasses.replace(calibration, constants=alone)).phases
+    expected = sum(q.value for name, q in phases.items() if name != "exposed_communication")
+    constants[f"processor_share/{ranks}"] = expected / constants[f"step_compute/{ranks}"]
     return dataclasses.replace(calibration, constants={**calibration.constants, **constants})
 
 

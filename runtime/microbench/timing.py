@@ -92,10 +92,12 @@ def summarize(times: list[float], host: list[float] | None = None) -> Timing:
 
 def _measure_cpu(runs: list[Run], seconds: float, cold: bool) -> Timing:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    for one in runs[:2]:
-        one.run(one.prepare())
-    times: list[float] = []
     held: collections.deque[Any] = collections.deque(maxlen=HELD_RESULTS if cold else 0)
+    for i in range(HELD_RESULTS + 1 if cold else min(2, len(runs))):  # until all the memory that is held has been touched once
+        one = runs[i % len(runs)]
+        state = one.prepare()
+        held.append((one.run(state), state))
+    times: list[float] = []
     end = time.process_time() + seconds
     while len(times) < MAX_REPEATS:
         one = runs[len(times) % len(runs)]
