@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from costmodel.blocks import activation_dtype
+from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.comms import layout_groups, network
 from costmodel.contention import RATE_FLOOR
-from costmodel.lower import batch_shape, pricer
+from costmodel.lower import Pricer, batch_shape, pricer
 from costmodel.memory import COMMUNICATOR_BYTES, INPUT_BATCHES, embedding_bytes, exchange_bytes, input_bytes, memory
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
@@ -59,6 +59,7 @@ class _Bounds:
         self.calibration = pricing.calibration
         self.slow = pricing.slowest(pricing.base(0))[1]
         self.codes: dict[str, tuple[np.ndarray, int]] = {}
+        self.over_samples: dict[tuple[int, float], tuple[tuple[float, float], list[tuple[float, float]]]] = {}
         self.curves: list[tuple[np.ndarray, np.ndarray]] = []
         self.sent: dict[tuple[int, int], tuple[float, float, float, float]] = {}
 
@@ -130,26 +131,38 @@ class _Bounds:
         """`(2 units + 1,)`: least forward and backward seconds of every block, and of the loss both ways. Adds the class's curve of recomputation."""
         batch, prices = batch_shape(plan, self.pricing.slowest(plan)[0]), pricer(plan, self.calibration)
         prices.keep(batch)
-        times = [
-            [min(prices.block(r.block, batch, p, phase).seconds for p in {c.precision for c in self.choices[r.name]}) for r in self.regions]
-            for phase in (FORWARD, BACKWARD)
-        ]
-        options = []
-        for k, r in enumerate(self.regions):
-            least = times[0][k] + times[1][k]
-            points, saved = [], {}
-            for c in self.choices[r.name]:
-                spent = prices.block(r.block, batch, c.precision, FORWARD).seconds + prices.block(r.block, batch, c.precision, BACKWARD).seconds
-                again = prices.recompute(r.block, batch, c.precision, c.checkpoint).seconds
-                kept_as = activation_dtype(c.precision), c.checkpoint  # all that saved bytes depend on
-                if kept_as not in saved:
-                    saved[kept_as] = r.block.saved_bytes(batch, c.precision, c.checkpoint)
-                points.append((saved[kept_as], max(0.0, spent + again - least)))
-            options.append((r.count, points))
+        found = [self.region_seconds(k, batch, prices) for k in range(len(self.regions))]
+        times = [[least[phase] for least, _ in found] for phase in (0, 1)]
+        options = [(r.count, points) for r, (_, points) in zip(self.regions, found)]
         self.curves.append(saving_curve(options))
         rows = batch.samples * len(plan.model.heads)
         loss = sum(prices.ops([op("bce", m=rows)], phase).seconds for phase in (FORWARD, BACKWARD))
         return np.concatenate([np.array(times)[:, self.units].ravel(), [loss]])
+
+    def region_seconds(self, k: int, batch: BatchShape, prices: Pricer) -> tuple[tuple[float, float], list[tuple[float, float]]]:
+        """((least forward, least backward seconds), [(bytes kept, seconds over the least)] of the choices) of one block of region k.
+
+        A region over samples is the same under every batching policy.
+        """
+        region, choices = self.regions[k], self.choices[self.regions[k].name]
+        known = (k, batch.samples)
+        if not region.sequence and known in self.over_samples:
+            return self.over_samples[known]
+        seconds = {
+            p: tuple(prices.block(region.block, batch, p, phase).seconds for phase in (FORWARD, BACKWARD))
+            for p in dict.fromkeys(c.precision for c in choices)
+        }
+        least = min(s[0] for s in seconds.values()), min(s[1] for s in seconds.values())
+        points, saved = [], {}
+        for c in choices:
+            kept_as = activation_dtype(c.precision), c.checkpoint  # all that saved bytes depend on
+            if kept_as not in saved:
+                saved[kept_as] = region.block.saved_bytes(batch, c.precision, c.checkpoint)
+            again = prices.recompute(region.block, batch, c.precision, c.checkpoint).seconds
+            points.append((saved[kept_as], max(0.0, sum(seconds[c.precision]) + again - sum(least))))
+        if not region.sequence:
+            self.over_samples[known] = least, points
+        return least, points
 
     def move_seconds(self, i: int, plan: Plan) -> np.ndarray:
         """`(8 units + 6,)` by block: gather, unshard, pack, scatter, all-reduce, whether it is gathered again, and what the gather and the
