@@ -18,12 +18,12 @@ from costmodel.estimate import Estimate
 from costmodel.estimate import estimate as estimate_plan
 from costmodel.plan import Plan
 from planner import calibrate as calibration
-from planner import coverage
+from planner import coverage, runner
 from planner.calibrate import Found, Preset
 from planner.configure import default_plan
 from planner.errors import UsageError
-from planner.files import replacing
-from planner.run import PLAN_FILE, Run, check_error, execute, load_plan
+from planner.files import check_writable, replacing
+from planner.run import PLAN_FILE, Run, check_device, check_error, execute, load_plan
 from planner.scenario import ResolvedScenario, load_scenario
 from planner.space import EXECUTABLE, native
 
@@ -94,6 +94,10 @@ def search(
 def calibrate(reference: Path | str, *, preset: Preset = "quick", ranks: tuple[int, ...] | None = None, on_event: Event = lambda event: None) -> Path:
     """Measures this machine with the shapes of a scenario and writes the calibration of its device."""
     scenario = load_scenario(reference, with_variants=False)
+    runner.check_runtime()
+    if scenario.cluster.num_hosts == 1:  # several are refused below, whatever their devices
+        check_device(scenario.cluster, "the calibration")
+    check_writable(calibration.calibration_path(scenario.cluster.device.name).parent)
     with tempfile.TemporaryDirectory(prefix="planner-subjects-") as folder:
         subjects = []
         for number, plan in enumerate(subject_plans(scenario)):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from planner.commands import calibrate, data, diagnose, doctor, estimate, explain, export, ledger, record, report, run, search, waterfall, whatif
-from planner.errors import BUG, INTERRUPTED, USAGE, FileError, PlannerError
+from planner.errors import BUG, INTERRUPTED, USAGE, FileError, PlannerError, UsageError
 
 app = typer.Typer(
     add_completion=True,
@@ -33,14 +33,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (default: the process's) and returns the exit code; a message, never a traceback, for what can be explained."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if "" in words:
+            raise UsageError("an argument is empty; is a variable of the shell unset?")
         answer = typer.main.get_command(app)(words or ["--help"], prog_name="planner", standalone_mode=False)
         return answer if isinstance(answer, int) else 0
     except (PlannerError, KeyboardInterrupt) as error:
         return _report(error, json_wanted="--json" in words)
-    except BrokenPipeError:
-        # The reader went away (`planner ... | head`); what is still buffered must not raise again at exit.
+    except (BrokenPipeError, SystemExit) as error:
+        # The reader went away (`planner ... | head`), which click turns into an exit with 1; what is still buffered must not raise again at exit.
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # Names too long, no permission, a full disk: what the system says, about which file.
+        where = f"{str(error.filename)[:200]}: " if error.filename else ""
+        return _report(UsageError(f"{where}{error.strerror or error}"), json_wanted="--json" in words)
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own usage errors, from whichever click typer uses
             return _usage(error)

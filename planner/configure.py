@@ -52,7 +52,8 @@ def default_plan(scenario: ResolvedScenario) -> tuple[Plan, tuple[str, ...]]:
         regions=tuple(options),
         tables=_tables(scenario, layout, notes),
         seed=scenario.seed,
-        **{k: getattr(scenario.pins, k) for k in ("batching", "transport", "execution") if getattr(scenario.pins, k) is not None},
+        transport=scenario.pins.transport or ("gloo" if scenario.cluster.device.kind == "cpu" else "nccl"),
+        **{k: getattr(scenario.pins, k) for k in ("batching", "execution") if getattr(scenario.pins, k) is not None},
     )
     plan = dataclasses.replace(plan, predict_only=predict_only(plan), fingerprints=plan.expected_fingerprints())
     return plan, tuple(notes)

@@ -29,6 +29,8 @@ def movielens(*, wheel: Path | None = None, force: bool = False) -> dict[str, An
         return {"out": str(target)}
     if wheel is not None and not wheel.is_file():
         raise UsageError(f"{wheel}: no such file")
+    if wheel is not None and wheel.suffix != ".whl":
+        raise UsageError(f"{wheel}: a wheel (.whl) of {_PACKAGE} is needed")
     with tempfile.TemporaryDirectory(prefix="planner-data-") as folder:
         return _prepare(wheel or _download(Path(folder)), target)
 

@@ -320,6 +320,16 @@ def replacing(path: Path | str) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_writable(path: Path | str) -> None:
+    """Raises UsageError when no file could be made in or below `path`, before anything is computed for it; makes nothing."""
+    path = Path(path)
+    nearest = next((p for p in (path, *path.absolute().parents) if p.exists()), Path("/"))
+    if not nearest.is_dir():
+        raise UsageError(f"{path}: {nearest} is no folder")
+    if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_flag & os.ST_RDONLY:
+        raise UsageError(f"{path}: {nearest} cannot be written to")
+
+
 def write_text(path: Path | str, text: str) -> None:
     """Writes through a temporary file; a reader never sees half of it."""
     with replacing(path) as temporary:

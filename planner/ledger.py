@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,15 @@ class Ledger:
                 return []
             rows = connection.execute(f"SELECT {', '.join(_FIELDS)} FROM runs {where} ORDER BY id DESC {limit}", values).fetchall()
         return [_entry(row) for row in reversed(rows)]
+
+    def check(self) -> None:
+        """Raises LedgerError or UsageError when a row could not be appended; better known before a training than after it."""
+        from planner.files import check_writable
+
+        check_writable(self.path.parent)
+        if self.path.exists() and not os.access(self.path, os.W_OK):
+            raise LedgerError(f"{self.path}: the ledger cannot be written to; name another with --ledger")
+        self.entries(last=1)
 
     @contextlib.contextmanager
     def _open(self, *, write: bool) -> Iterator[sqlite3.Connection]:

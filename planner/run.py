@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 from collections.abc import Callable
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from costmodel import launch
+from costmodel.cluster import Cluster
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES, RunResult
 from planner import runner
 from planner.errors import Interrupted, RunFailed, TargetMissed, UsageError
+from planner.files import check_writable
 from planner.ledger import Entry, Ledger, save_entry
 
 PLAN_FILE, RESULT_FILE, LOG_FILE = "plan.json", "result.json", "run.log"
@@ -53,8 +56,6 @@ def load_plan(reference: Path | str) -> tuple[Plan, Path]:
 
 def check_executable(plan: Plan, *, rendezvous: Rendezvous = Rendezvous()) -> None:
     """Raises UsageError with the reason when this plan cannot be run here."""
-    from planner import machine
-
     if plan.predict_only:
         raise UsageError("this plan can be predicted, not executed:\n" + "\n".join(f"  - {reason}" for reason in plan.predict_only))
     cluster = plan.cluster
@@ -66,13 +67,20 @@ def check_executable(plan: Plan, *, rendezvous: Rendezvous = Rendezvous()) -> No
         raise UsageError(
             f"cluster {cluster.name} has {cluster.num_hosts} hosts: start this command on each of them with the same --rdzv-endpoint HOST:PORT"
         )
+    check_device(cluster, "the plan")
+
+
+def check_device(cluster: Cluster, what: str) -> None:
+    """Raises UsageError when this machine is not a host of the cluster: too few GPUs, or another processor."""
+    from planner import machine
+
     if cluster.device.kind == "gpu":
         found = machine.gpus()
         if len(found) < cluster.devices_per_host:
             seen = f"{len(found)} ({', '.join(sorted(set(found)))})" if found else "none"
-            raise UsageError(f"the plan needs {cluster.devices_per_host} {cluster.device.name} on this host; NVIDIA GPUs found: {seen}")
+            raise UsageError(f"{what} needs {cluster.devices_per_host} {cluster.device.name} on this host; NVIDIA GPUs found: {seen}")
     elif cluster.device.name.startswith(machine.PREFIX) and cluster.device.name != machine.device_name():
-        raise UsageError(f"the plan was made for {cluster.device.name}, this machine is {machine.device_name()}; search again here")
+        raise UsageError(f"{what} was made for {cluster.device.name}, this machine is {machine.device_name()}; search again here")
 
 
 def command(
@@ -115,18 +123,33 @@ def execute(
 ) -> Run:
     """Runs the plan in `directory` to its end and appends the ledger's row. `trace`: steps FIRST:END to trace on every rank.
 
-    Raises UsageError (the plan does not fit), RunFailed (a worker died; what was measured is kept), LedgerError (the row stays in the folder).
+    Raises UsageError (the plan does not fit, the folder is in use or cannot be written to),
+    RunFailed (a worker died; what was measured is kept), LedgerError (the row stays in the folder).
     """
     plan, directory = load_plan(directory)
     check_executable(plan, rendezvous=rendezvous)
+    runner.check_runtime()
     ledger = ledger or Ledger()
-    ledger.entries(last=1)  # A damaged ledger is better found before the training than after it.
+    ledger.check()
+    check_writable(directory)
+    with runner.alone(directory) if rendezvous.node_rank in (None, 0) else contextlib.nullcontext():
+        return _execute(
+            plan,
+            directory,
+            command(plan, directory, steps=steps, resume=resume, evaluate=evaluate, trace=trace, rendezvous=rendezvous),
+            rendezvous=rendezvous,
+            ledger=ledger,
+            on_event=on_event,
+        )
+
+
+def _execute(plan: Plan, directory: Path, words: list[str], *, rendezvous: Rendezvous, ledger: Ledger, on_event: Event) -> Run:
     first_host = rendezvous.node_rank in (None, 0)
     result_path = directory / RESULT_FILE
     if first_host:
         result_path.unlink(missing_ok=True)
     outcome = runner.follow(
-        command(plan, directory, steps=steps, resume=resume, evaluate=evaluate, trace=trace, rendezvous=rendezvous),
+        words,
         variables=launch.environment(plan.cluster),
         log=directory / _log_name(rendezvous),
         on_event=on_event,

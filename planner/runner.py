@@ -7,18 +7,21 @@ workers after their step, and waits; a second Ctrl-C kills what is left of the c
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import importlib.util
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from planner.errors import RunFailed
+from planner.errors import RunFailed, UsageError
 
 _TAIL_LINES = 12
 _ERROR_LINE = re.compile(r"^\s*(?:\[\w*\d*\]:)?\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*|.*\berror: .*")
@@ -40,6 +43,26 @@ class Outcome:
             return ""
         errors = [line for line in lines if _ERROR_LINE.match(line) and "ChildFailedError" not in line]
         return errors[-1].strip() if errors else "\n".join(lines[-_TAIL_LINES:])
+
+
+def check_runtime() -> None:
+    """Raises UsageError when this Python has no torch to start the runtime with."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(f"torch is not installed for {sys.executable}: `make install`, or pip install '.[runtime]'; see `planner doctor`")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Holds a folder for one run. Raises UsageError when another process holds it; the hold ends with the process, whatever happens."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{folder}: another run is using this folder; wait for it, or `planner search -o` into another one") from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def follow(command: Sequence[str], *, variables: Mapping[str, str], log: Path, on_event: Callable[[dict[str, Any]], None]) -> Outcome:

@@ -35,6 +35,8 @@ def command(
     if export is not None:
         write_rows(export, table(entries))
         console.say(f"{len(entries)} rows in {export}")
+        if json:
+            console.print_json({"ledger": str(book.path), "export": str(export), "rows": len(entries)})
         return
     if json:
         from costmodel.codec import encode

@@ -28,9 +28,12 @@ def command(
     Example: planner search scenarios/quickstart.yaml -o out/quickstart
     """
     from planner import api
+    from planner.files import check_writable
     from planner.report import console
 
     begin(quiet=quiet)
+    if out is not None:
+        check_writable(out)
     result, found = api.search(scenario, calibration_file=calibration, calibrated_only=calibrated_only, time_limit=time_limit, top=top)
     for note in found.notes:
         console.say(f"note: {note}")

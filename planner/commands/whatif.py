@@ -26,9 +26,12 @@ def command(
     Example: planner whatif scenarios/gem-512xh200.yaml
     """
     from planner import whatif
+    from planner.files import check_writable
     from planner.report import console
 
     begin(quiet=quiet)
+    if out is not None:
+        check_writable(out)
     rows = whatif.compare(scenario, time_limit=time_limit, calibrated_only=calibrated_only, progress=lambda name: console.say(f"searching: {name}"))
     if out is not None:
         from planner.report.tables import write_rows

@@ -141,3 +141,53 @@ def test_what_is_excluded_is_not_estimated(tmp_path, capsys):
     (tmp_path / "s.yaml").write_text(SCENARIO + "precision: {'*': fp32}\nexclude: {precision: {'*': [fp32]}}\n")
     assert main(["estimate", str(tmp_path / "s.yaml")]) == 2
     assert "pinned and excluded at once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["estimate", ""], "an argument is empty"),
+        (["run", ""], "an argument is empty"),
+        (["estimate", "a" * 5000], "too long"),
+        (["estimate", "{folder}/notes.txt"], "a scenario is a mapping"),
+        (["run", "{folder}"], "no such file; `planner search SCENARIO -o"),
+        (["run", "{folder}/notes.txt"], "notes.txt:1:1: not JSON"),
+        (["search", "quickstart", "-o", "{folder}/notes.txt"], "notes.txt is no folder"),
+        (["search", "quickstart", "-o", "{folder}/notes.txt/deeper"], "notes.txt is no folder"),
+        (["search", "quickstart", "-o", "/proc/nowhere"], "/proc"),
+        (["search", "quickstart", "--time-limit", "nan"], "--time-limit"),
+        (["estimate", "quickstart", "--calibration", "{folder}"], "calibration"),
+        (["estimate", "quickstart", "--calibration", "{folder}/nowhere.json"], "no such file"),
+        (["ledger", "--ledger", "{folder}"], "the ledger cannot be opened"),
+        (["ledger", "--ledger", "{folder}/notes.txt"], "not a usable ledger"),
+        (["ledger", "--export", "{folder}/rows.txt"], ".csv or .parquet"),
+        (["ledger", "--add", "{folder}"], "not the folder of a finished run"),
+        (["data", "movielens", "--wheel", "{folder}/notes.txt"], "a wheel (.whl) of recbole is needed"),
+        (["calibrate", "gem-1xh200"], "the calibration needs 1 H200-SXM on this host"),
+        (["calibrate", "gem-512xh200"], "calibrate on one host of it"),
+    ],
+)
+def test_odd_paths_and_values_are_exit_2_and_nothing_is_written(arguments, words, tmp_path, capsys, monkeypatch):
+    from planner import machine
+
+    monkeypatch.setattr(machine, "gpus", lambda: [])
+    (tmp_path / "notes.txt").write_text("not a plan, not a ledger, " * 100)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert main([word.replace("{folder}", str(tmp_path)) for word in arguments]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and "Traceback" not in captured.err and captured.out == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_a_pipe_that_closes_is_no_error(tmp_path):
+    import subprocess
+    import sys
+
+    (tmp_path / "s.yaml").write_text(SCENARIO)
+    command = [sys.executable, "-m", "planner.cli", "estimate", str(tmp_path / "s.yaml"), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        err = process.stderr.read()
+    assert "Traceback" not in err and "Exception" not in err
+    assert process.returncode == 0, err

@@ -189,3 +189,30 @@ def test_a_result_that_is_damaged_is_said(folder, monkeypatch):
     with pytest.raises(RunFailed, match="missing"):
         run._result(folder / "result.json", plan)
     assert os.environ.get("FAKE") is None
+
+
+def test_two_runs_in_one_folder(folder, tmp_path, capsys):
+    from planner import runner
+
+    with runner.alone(folder):
+        assert main(["run", str(folder), "--ledger", str(tmp_path / "l.sqlite")]) == 2
+    assert "another run is using this folder" in capsys.readouterr().err
+    assert sorted(p.name for p in folder.iterdir()) == ["plan.json"]
+    assert main(["run", str(folder), "--ledger", str(tmp_path / "l.sqlite"), "--quiet"]) == 0
+
+
+def test_a_ledger_that_cannot_be_written_stops_before_the_training(folder, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    assert main(["run", str(folder), "--ledger", str(tmp_path / "file" / "l.sqlite")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    assert not (folder / "result.json").exists()
+
+
+def test_without_torch_nothing_is_started(folder, monkeypatch, capsys):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["run", str(folder)]) == 2
+    assert "torch is not installed" in capsys.readouterr().err
+    assert main(["calibrate", str(folder.parent / "tiny.yaml")]) == 2
+    assert not (folder / "run.log").exists()
