@@ -388,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
         if "waterfall" in parts:
             rows += run_waterfall(folder)
     path = results.write("diagnose", rows, command="python -m benchmarks.diagnose", title="Diagnosis of planted constraints",
-                         intro=__doc__.split("\n\n", 1)[1], resume=options.resume, out=options.out)
+                         intro=__doc__.split("\n\n", 2)[2], resume=options.resume, out=options.out)
     print(path)
     return 0 if all(row.passed is not False for row in rows) else 4
 
