@@ -29,7 +29,8 @@ from planner.scenario import ResolvedScenario
 from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, predict_only_reasons, table_choices
 
 _HEAVIER = (1.1, 2.0)
-"""Loads over the mean at which sparse tasks are priced for their slope; the least secant holds for all of them."""
+"""Loads over the mean at which exchanges are priced for their slope; the least secant holds for all of them."""
+_EXCHANGES = ("ids", "embeddings", "gradients")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +215,10 @@ class Pricing:
         return self._durations[key]
 
     def slopes(self, plan: Plan, tokens: Mapping[str, float], rest: Mapping[Key, float]) -> dict[Key, float]:
-        """Added seconds of each task outside regions per unit of load over the mean: the least secant, so that the line stays below."""
+        """Added seconds of each exchange per unit of load over the mean: the least secant, so that the line stays below.
+
+        Lookups and updates have none: a rank whose rows are wide spends less on each element than the average of all tables.
+        """
         layout = plan.layout
         known = (
             layout.sparse_group,
@@ -240,7 +244,7 @@ class Pricing:
             for key, seconds in rest_durations(graph).items():
                 secant = max(0.0, seconds - rest.get(key, seconds)) / (scale - 1.0)
                 least[key] = min(least.get(key, secant), secant)
-        self._slopes[known] = {key: slope for key, slope in least.items() if slope > 0}
+        self._slopes[known] = {key: slope for key, slope in least.items() if slope > 0 and key[0] in _EXCHANGES}
         return self._slopes[known]
 
     def memory_row(self, plan: Plan, lowered: Lowered, fastest: Mapping[str, RegionChoice], memories: Mapping) -> MemoryRow:

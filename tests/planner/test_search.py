@@ -15,18 +15,23 @@ from planner.search import Search, search
 from planner.space import build_space
 
 
-@pytest.mark.parametrize("seed", [1, 2, 6, 12, 15, 16])
+def _slow(*seeds):
+    return [pytest.param(seed, marks=pytest.mark.slow) for seed in seeds]
+
+
+@pytest.mark.parametrize("seed", [1, 95, *_slow(2, 6, 12, 15, 16, 98, 185)])
 def test_equals_exhaustive_enumeration_of_simulated_time(seed):
+    """95, 98 and 185: the best rank of wide rows spends less on an element than the average."""
     scenario = instance(seed)
     best, plans = best_of_all(scenario)
     state = Search(scenario, None, time_limit=None, gap=0.0)
     state.run()
-    assert plans > 50 and best is not None and state.incumbent is not None
+    assert plans > 5 and best is not None and state.incumbent is not None
     assert state.incumbent.seconds == pytest.approx(best, rel=2e-6)
     assert state.certificate(state.lowest_open()).status == "optimal"
 
 
-@pytest.mark.parametrize("seed", [12, 16])
+@pytest.mark.parametrize("seed", _slow(12, 16))
 def test_program_and_chain_are_below_every_plan(seed):
     scenario = instance(seed)
     state = Search(scenario, None, time_limit=None, gap=0.0)
@@ -40,6 +45,7 @@ def test_program_and_chain_are_below_every_plan(seed):
         assert state.least_memory[i] <= priced.memory.reserved.value * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_first_bounds_are_below_simulated_plans_of_a_large_space():
     scenario = load_scenario("gem-512xh200", with_variants=False)
     state = Search(scenario, None, time_limit=None, gap=0.0)
@@ -64,7 +70,7 @@ def test_critical_chain_lies_between_the_bound_and_the_simulation():
     scenario = load_scenario("gem-8xh200", with_variants=False)
     space = build_space(scenario)
     pricing = Pricing(scenario, space, None)
-    for i in np.random.default_rng(0).integers(0, len(space.candidates), 8):
+    for i in np.random.default_rng(0).integers(0, len(space.candidates), 3):
         program = pricing.program(int(i))
         choice = program.solve(time_limit=20.0, gap=1e-3)
         priced = pricing.price(pricing.plan(int(i), choice), choice)
