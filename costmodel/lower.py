@@ -316,8 +316,8 @@ class _Builder:
             return None
         chained = waits or not self.gpu
         index = self.add(Task(name=name, stream=tier_stream(cost.tier), seconds=cost.seconds * share,
-                              deps=_deps(*deps, self.last if chained else None), phase="exposed_communication", region=region, kind="collective", bytes=num_bytes * share, source=cost.source,
-                              sm_fraction=cost.share if self.gpu else 0.0))
+                              deps=_deps(*deps, self.last if chained else None), phase="exposed_communication", region=region, kind="collective",
+                              bytes=num_bytes * share, source=cost.source, sm_fraction=cost.share if self.gpu else 0.0))
         self.parts.append(("exposed_communication", f"{kind}:{cost.tier}", cost.source, cost.seconds * share, MINIMUM_WIDTH[cost.source] + 0.08))
         if chained:
             self.last = index

@@ -83,8 +83,9 @@ def bounds_of(plan: Plan) -> BatchBound:
     template(hosts=4, per_host=1, speed=0.3), template(CORE, hosts=1, per_host=2, precision="fp32", dim=64),
     template(CORE, hosts=1, per_host=1, dim=64),
 ], ids=["base", "fast links", "slow links", "large", "launch-bound", "one host", "one gpu", "one gpu fp32", "one a host", "cpu", "one core"])
-def test_equals_the_scalar_bound_and_is_below_the_simulation(plan):
-    columns = candidates(plan, 40, seed=len(plan.model.name) + plan.cluster.num_hosts)
+@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
+def test_equals_the_scalar_bound_and_is_below_the_simulation(plan, count):
+    columns = candidates(plan, count, seed=len(plan.model.name) + plan.cluster.num_hosts)
     batch = bounds_of(plan)
     found = batch.seconds(columns)
     for i in range(len(found)):
@@ -109,6 +110,7 @@ def test_refuses_what_does_not_fit():
     assert set(COLUMNS) == set(columns)
 
 
+@pytest.mark.slow
 def test_speed():
     plan = template()
     batch, columns = bounds_of(plan), candidates(plan, 400_000)

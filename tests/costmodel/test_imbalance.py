@@ -41,7 +41,7 @@ def summed(found: imbalance.RankFactors, lengths: Lengths = LOGNORMAL) -> float:
     return float(found.tokens * ((work - nonlinear) @ p) + found.pairs * (nonlinear @ p)) / float(work @ p)
 
 
-def played(lengths: Lengths, policy: str, batch: int, ranks: int, work: np.ndarray, draws: int = 150_000) -> tuple[float, float]:
+def played(lengths: Lengths, policy: str, batch: int, ranks: int, work: np.ndarray, draws: int = 80_000) -> tuple[float, float]:
     """(slowest rank's work over the mean, the standard error of that), by the runtime's own arrangement."""
     rng = np.random.default_rng(7)
     values, p = lengths.pmf()
@@ -63,9 +63,10 @@ def test_constants_are_the_runtimes():
 
 @pytest.mark.parametrize("lengths", [LOGNORMAL, UNIFORM], ids=["lognormal", "uniform"])
 @pytest.mark.parametrize(("policy", "batch", "ranks"), [
-    ("jagged", 1, 8), ("jagged", 6, 8), ("jagged", 64, 8), ("jagged", 256, 2), ("jagged", 256, 64), ("local", 4, 8), ("local", 64, 8),
-    ("sorted_buckets", 4, 8), ("sorted_buckets", 64, 8), ("base_batch_shuffling", 64, 8), ("base_batch_shuffling", 256, 8),
-    ("base_batch_shuffling", 1024, 8), ("global", 4, 8), ("global", 64, 8),
+    ("jagged", 1, 8), ("jagged", 6, 8), ("jagged", 64, 8), ("local", 64, 8), ("sorted_buckets", 64, 8), ("base_batch_shuffling", 256, 8),
+    ("global", 64, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("jagged", 256, 2), ("jagged", 256, 64), ("local", 4, 8), ("sorted_buckets", 4, 8), ("base_batch_shuffling", 64, 8),
+        ("base_batch_shuffling", 1024, 8), ("global", 4, 8))),
 ])
 def test_slowest_rank_against_the_runtimes_arrangement(lengths, policy, batch, ranks):
     which = SMALL
@@ -75,7 +76,7 @@ def test_slowest_rank_against_the_runtimes_arrangement(lengths, policy, batch, r
     assert summed(found, lengths) == pytest.approx(measured, rel=0.015, abs=3 * error)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 4096), st.sampled_from(["jagged", "padded", "local", "base_batch_shuffling"]))
 def test_more_ranks_wait_longer_and_bigger_batches_less(batch, ranks, policy):
     few, many = (summed(factors(LOGNORMAL, policy, batch, r).sequences["history"]) for r in (ranks, 2 * ranks))

@@ -31,7 +31,7 @@ def graphs(draw, max_tasks: int = 16):
     return StepGraph(tasks=tuple(tasks))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(graphs(), st.booleans())
 def test_schedule_is_valid_and_adds_up(graph, contention):
     timeline = simulate(graph, contention=contention)
@@ -57,7 +57,7 @@ def test_schedule_is_valid_and_adds_up(graph, contention):
     assert sum(timeline.idle.values()) + compute == pytest.approx(timeline.step_seconds, rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(graphs())
 def test_compute_runs_at_the_rate_that_collectives_leave(graph):
     timeline = simulate(graph)
@@ -73,13 +73,13 @@ def test_compute_runs_at_the_rate_that_collectives_leave(graph):
         assert done == pytest.approx(task.seconds, rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(graphs())
 def test_bound_is_never_above_the_simulation(graph):
     assert bound(graph) <= simulate(graph).step_seconds * (1 + 1e-9) + 1e-9
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(graphs())
 def test_bound_is_exact_without_contention(graph):
     quiet = StepGraph(tasks=tuple(Task(**{f: getattr(t, f) for f in ("name", "stream", "seconds", "host_seconds", "deps", "phase", "kind")})
