@@ -21,7 +21,7 @@ from costmodel.plan import Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.regions import regions
 from costmodel.simulate import bound, simulate
 from costmodel.sparse import expected_unique, ids_per_table, skew, state_bytes
-from planner.bounds import Cut, Durations, Key, block_durations, cut, mean_loads, rest_durations, single_blocks, uniform
+from planner.bounds import LAUNCH, Cut, Durations, Key, block_durations, cut, mean_loads, rest_durations, single_blocks, uniform
 from planner.ilp import CandidateProgram, Choice, MemoryRow, RegionRow, TableRow, undominated, undominated_tables
 from planner.placement import Group, Items, place
 from planner.points import MAX_POINTS
@@ -31,6 +31,7 @@ from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice
 _HEAVIER = (1.1, 2.0)
 """Loads over the mean at which exchanges are priced for their slope; the least secant holds for all of them."""
 _EXCHANGES = ("ids", "embeddings", "gradients")
+_SERVING = ("lookup", "update")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +176,9 @@ class Pricing:
         fastest = {name: min(by, key=lambda c: sum(v for k, v in by[c].items() if k[3] == "seconds")) for name, by in kept.items()}
         lowered = self.lower(dataclasses.replace(plan, regions=uniform(scenario.model, fastest)), loads=loads)
         rest = rest_durations(lowered.graph)
+        if plan.layout.sparse_group > 1:
+            # the busiest rank may serve one table only: how many ops it launches for its shards is up to the placement
+            rest = {key: 0.0 if key[0] in _SERVING and key[3] == LAUNCH else value for key, value in rest.items()}
         slopes = self.slopes(plan, tokens, rest) if plan.layout.sparse_group > 1 else {}
         all_durations = Durations(regions=kept, rest=rest, slopes=slopes)
         program = CandidateProgram(
