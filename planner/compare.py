@@ -68,7 +68,7 @@ def compare(first: Path | str, second: Path | str, *, calibration_file: Path | N
     memory = {name: (held[0].get(name, 0.0), held[1].get(name, 0.0)) for name in held[0]}
     memory = {name: pair for name, pair in memory.items() if max(pair) > 0 and abs(pair[0] - pair[1]) > 0.01 * max(pair)}
     memory["reserved"] = (a.estimate.memory.reserved.value, b.estimate.memory.reserved.value)
-    return Comparison(before=_describe(a.plan), after=_describe(b.plan), evidence=evidence, choices=tuple(_choices(a.plan, b.plan)),
+    return Comparison(before=_describe(a.plan), after=_describe(b.plan), evidence=evidence, choices=tuple(choices(a.plan, b.plan)),
                       categories=tuple(m for m in categories if max(m.before, m.after) > 0), memory=memory, speedup=speedup, binding=binding,
                       verdict=_verdict(speedup, binding, categories))
 
@@ -111,7 +111,8 @@ def _describe(plan: Plan) -> str:
     return f"{plan.scenario}: {plan.model.name} on {plan.layout.world_size} x {plan.cluster.device.name}, {plan.layout.short}"
 
 
-def _choices(a: Plan, b: Plan) -> list[Difference]:
+def choices(a: Plan, b: Plan) -> list[Difference]:
+    """What was chosen differently in two plans."""
     rows = [("model", a.model.name, b.model.name), ("cluster", a.cluster.name, b.cluster.name), ("layout", a.layout.short, b.layout.short)]
     rows += [(name, str(getattr(a, name)), str(getattr(b, name))) for name in ("local_batch", "accumulation", "batching", "transport", "execution")]
     rows.append(("tables", sharding(a), sharding(b)))
