@@ -8,8 +8,9 @@ One curve per (op, variant, phase, dtype, active ranks). With the reference
 y is interpolated over the logarithms of the features (`costmodel.krige`). Past the measured box the utilisation at its edge is held. A measured shape
 returns its measurement, unless that was noisy itself.
 
-Block samples (`block:<kind>`) are compared with the sum of their ops; log(seconds / sum) is interpolated over the block's features in the same way: what
-autograd, Python and the caches add between ops, and what the op curves are wrong by there. Runs that are scored never enter a fit.
+Block samples (`block:<kind>`) are compared with the sum of their ops; log(seconds / sum) is interpolated over the block's features in the
+same way: what autograd, Python and the caches add between ops, and what the op curves are wrong by there. Runs that are scored never enter
+a fit.
 """
 from __future__ import annotations
 

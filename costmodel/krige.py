@@ -4,9 +4,10 @@ Of n points with log features X (n, d), centred and scaled to unit spread, value
 
     y(x) = mean + k(x, X) w,   w = (K + diag(nugget + s^2 / var y))^-1 (y - mean),   k(a, b) = Matern-3/2(|(a - b) / length|) + trend a.b
 
-The linear part is a regularised log-linear trend, the Matern part a local correction; `length` has one value a feature, so that one that does not matter drops out.
-Length, trend and nugget are those with the least mean absolute leave-one-out error (w_i / inverse_ii), found from the best common length by two passes over
-the features. A point whose own error is far beyond the others' is trusted less. Outside the box of X the nearest point of the box is taken.
+The linear part is a regularised log-linear trend, the Matern part a local correction; `length` has one value a feature, so that one that
+does not matter drops out. Length, trend and nugget are those with the least mean absolute leave-one-out error (w_i / inverse_ii), found
+from the best common length by two passes over the features. A point whose own error is far beyond the others' is trusted less. Outside the
+box of X the nearest point of the box is taken.
 """
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class TablePlacement:
     """Where a table lives inside a sparse group (every replica group is the same).
 
     `ranks`: positions in the group, in shard order; row_wise splits rows into ceil(rows / n) runs over them, column_wise splits the dim evenly,
-    table_wise and host_cached name one rank, data_parallel every rank. An empty tuple means all ranks of the group in order. A rank may appear twice; it
-    then holds, and pays for, two shards.
+    table_wise and host_cached name one rank, data_parallel every rank. An empty tuple means all ranks of the group in order. A rank may appear
+    twice; it then holds, and pays for, two shards.
     """
 
     table: str
@@ -170,7 +170,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
-        """Raises ValueError naming the file and the fault: not JSON, another schema, an unknown or missing key, a content hash that does not match."""
+        """Raises ValueError naming the file and the fault: not JSON, another schema, an unknown or missing key, a wrong content hash."""
         path = Path(path)
         try:
             body = json.loads(path.read_text())

@@ -213,5 +213,5 @@ def test_a_default_plan_follows_its_pins(scenario):
 
 
 def test_a_default_plan_refuses_pins_that_contradict(scenario):
-    with pytest.raises(UsageError, match="s.yaml:4:1: local_batch: 100 samples x 8 ranks x accumulation any cannot make the global batch of 2048"):
+    with pytest.raises(UsageError, match=r"s\.yaml:4:1: local_batch: 100 samples x 8 ranks x accumulation any cannot make the global batch of 2048"):
         default_plan(scenario(BASE + "local_batch: 100\n"))
