@@ -73,7 +73,8 @@ def entry(number, step, **changes):
     return Entry(**{**values, **changes})
 
 
-def test_measured_runs_in_their_order(tmp_path, capsys):
+def test_measured_runs_in_their_order(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal folds cells
     book = Ledger(tmp_path / "ledger.sqlite")
     book.append_all([entry(1, 0.4), entry(2, 0.2, layout="fsdp2"), entry(3, 0.1, status="failed"), entry(4, 0.25, scenario="other"), entry(5, 0.1)])
     found = from_ledger("s", ledger=book)

@@ -50,7 +50,8 @@ def test_rows_stand_against_the_base(varied):
     assert priced.step_time_s == base.step_time_s
 
 
-def test_the_table(varied, capsys):
+def test_the_table(varied, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal folds cells
     assert main(["whatif", str(varied)]) == 0
     captured = capsys.readouterr()
     assert "fast links" in captured.out and "no feasible plan" in captured.out and "tables need 0.4 MiB" in captured.out

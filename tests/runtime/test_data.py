@@ -216,7 +216,7 @@ def test_sources_by_kind(parquet, tmp_path, monkeypatch):
     prepare.write_parquet(_events(), tmp_path / "state" / "data" / "movielens-100k.parquet")
     assert open_source(_model(), _workload(kind="movielens"), seed=0).origin.startswith("MovieLens-100K: 400 events")
     assert open_source(_model(), _workload(kind="parquet", path=str(parquet)), seed=0).num_train == 320
-    with pytest.raises(ValueError, match="needs a path"):
+    with pytest.raises(ValueError, match="needs `path`"):
         open_source(_model(), _workload(kind="recbole"), seed=0)
     with pytest.raises(ValueError, match="no such file"):
         open_source(_model(), _workload(kind="parquet", path=str(tmp_path / "no.parquet")), seed=0)

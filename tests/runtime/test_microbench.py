@@ -66,8 +66,10 @@ def test_requested_shapes_can_exist(wanted):
 
 def test_every_kind_runs_in_all_its_phases(wanted):
     every = models.plan(Layout(), model_spec=full_model())
+    following = Sequence(name="history", layers=(models.LAYERS["self_attention"][0],), next_event="item")
+    predicting = models.plan(Layout(), model_spec=models.model(sequences=(following,)))
     seen = set()
-    for request in [*wanted, *requests([every], points=0.02)]:
+    for request in [*wanted, *requests([every, predicting], points=0.02)]:
         key = (request.op.kind, request.op.variant)
         if key in seen or not cases.executable(request):
             continue
