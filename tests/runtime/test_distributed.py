@@ -1,6 +1,8 @@
 """Several ranks give what one gives. The checks run in tests/runtime/ranks.py, one launch per world size."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import ranks
 import runtime_models as models
@@ -16,12 +18,17 @@ LAYOUTS = ("fsdp", "keep_unsharded", "ddp", "accumulate", "selective", "full")
 
 
 @pytest.fixture(scope="module")
-def single() -> Trainer:
-    """20 steps of the same plan on one rank, in this process."""
+def single() -> Iterator[Trainer]:
+    """20 steps of the same plan on one rank, in this process, on one thread as ranks have: Adam turns rounding of tiny gradients into steps."""
     plan = models.plan(Layout())
-    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=torch.device("cpu"))
-    trainer.train(20)
-    return trainer
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=torch.device("cpu"))
+        trainer.train(20)
+        yield trainer
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
