@@ -46,7 +46,16 @@ def schemas() -> dict[str, dict[str, Any]]:
     for schema in made.values():
         for definition in [schema, *schema.get("$defs", {}).values()]:
             _allow_references(definition)
-    return {name: {"$schema": _DIALECT, **schema} for name, schema in made.items()}
+    return {name: {"$schema": _DIALECT, **_unwrapped(schema)} for name, schema in made.items()}
+
+
+def _unwrapped(node: Any) -> Any:
+    """Descriptions come from docstrings; where a docstring breaks its lines is no part of a schema."""
+    if isinstance(node, dict):
+        return {
+            key: " ".join(value.split()) if key == "description" and isinstance(value, str) else _unwrapped(value) for key, value in node.items()
+        }
+    return [_unwrapped(item) for item in node] if isinstance(node, list) else node
 
 
 def _allow_references(definition: dict[str, Any]) -> None:
