@@ -6,6 +6,7 @@ link; a collective whose group spans a tier pays that tier's bandwidth and laten
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 
@@ -53,18 +54,26 @@ class LinkTier:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reliability:
-    """Failures per device-hour, seconds from failure to training again, and slow nodes: a share of hosts that run `slow_factor` times slower."""
+    """Failures per device-hour, seconds from failure to training again, and slow nodes: a share of hosts that run `slow_factor` times slower.
+
+    `startup_seconds`: from the start of a job to its first step. `checkpoint_bandwidth`: bytes/s at which a rank's state leaves it while training
+    waits [defaults assumed: 5 minutes each, 2 GB/s a rank].
+    """
 
     failures_per_device_hour: float = 0.0
     restart_seconds: float = 300.0
+    startup_seconds: float = 300.0
+    checkpoint_bandwidth: float = 2e9
     slow_node_probability: float = 0.0
     slow_node_factor: float = 1.0
     step_jitter: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.failures_per_device_hour < 0 or self.restart_seconds < 0 or self.step_jitter < 0:
-            raise ValueError("reliability: failures_per_device_hour, restart and step_jitter must be >= 0")
+        if min(self.failures_per_device_hour, self.restart_seconds, self.startup_seconds, self.step_jitter) < 0:
+            raise ValueError("reliability: failures_per_device_hour, restart, startup and step_jitter must be >= 0")
+        if self.checkpoint_bandwidth <= 0:
+            raise ValueError("reliability: checkpoint_bandwidth must be > 0")
         if not 0 <= self.slow_node_probability <= 1 or self.slow_node_factor < 1:
             raise ValueError("reliability: 0 <= slow_node_probability <= 1 and slow_node_factor >= 1 are needed")
 
@@ -83,7 +92,11 @@ class Price:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`num_hosts` hosts of `devices_per_host` devices; `memory_budget` [bytes per rank] caps what a plan may use (default: the device's memory)."""
+    """`num_hosts` hosts of `devices_per_host` devices; `memory_budget` [bytes per rank] caps what a plan may use (default: the device's memory).
+
+    Zones are `hosts_per_zone` hosts each, or `zone_hosts` hosts where they are unequal; groups are then laid out, and links counted, in blocks of
+    their greatest common divisor, which never cross a zone's border.
+    """
 
     name: str
     device: Device
@@ -91,6 +104,7 @@ class Cluster:
     devices_per_host: int
     tiers: tuple[LinkTier, ...]
     hosts_per_zone: int | None = None
+    zone_hosts: tuple[int, ...] = ()
     host_memory_bytes: float = 0.0
     memory_budget: float | None = None
     reliability: Reliability = Reliability()
@@ -106,6 +120,10 @@ class Cluster:
         if self.hosts_per_zone is not None and self.num_hosts % self.hosts_per_zone and self.num_hosts > self.hosts_per_zone:
             legal = [d for d in range(1, self.num_hosts + 1) if self.num_hosts % d == 0]
             raise ValueError(f"cluster {self.name}: {self.num_hosts} hosts do not divide into zones of {self.hosts_per_zone}; legal: {legal}")
+        if self.zone_hosts and (self.hosts_per_zone is not None or min(self.zone_hosts) < 1):
+            raise ValueError(f"cluster {self.name}: zone_hosts are whole numbers >= 1, in place of hosts_per_zone; got {list(self.zone_hosts)}")
+        if self.zone_hosts and sum(self.zone_hosts) != self.num_hosts:
+            raise ValueError(f"cluster {self.name}: zones of {list(self.zone_hosts)} add up to {sum(self.zone_hosts)} hosts, not to {self.num_hosts}")
         if not self.tiers and self.num_ranks > 1:
             raise ValueError(f"cluster {self.name}: {self.num_ranks} ranks need at least one link tier")
         names = [tier.name for tier in self.tiers]
@@ -122,6 +140,6 @@ class Cluster:
         return min(self.memory_budget or self.device.memory_bytes, self.device.memory_bytes)
 
     def scope_size(self, scope: str) -> int:
-        """Ranks joined by a tier's scope."""
-        zone = (self.hosts_per_zone or self.num_hosts) * self.devices_per_host
+        """Ranks joined by a tier's scope; of unequal zones, those of a block that fits into each of them."""
+        zone = (math.gcd(*self.zone_hosts) or self.hosts_per_zone or self.num_hosts) * self.devices_per_host
         return {"host": self.devices_per_host, "zone": min(zone, self.num_ranks), "cluster": self.num_ranks}[scope]

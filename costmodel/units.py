@@ -27,6 +27,7 @@ UNITS: dict[str, dict[str, float]] = {
     "watts": {"W": 1.0, "kW": 1e3, "MW": 1e6},
 }
 EXAMPLES = {"bytes": "141 GB (or GiB)", "bytes/s": "4.8 TB/s", "FLOP/s": "989 TFLOP/s", "seconds": "5 us", "$/h": "2.5 $/h", "watts": "700 W"}
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _NUMBER = re.compile(r"\s*([+-]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(.*?)\s*")
 
 
@@ -94,3 +95,15 @@ def show_gib(num_bytes: float) -> str:
 def show_count(value: float) -> str:
     """A count with K, M, B (billion) or T: parameters and examples."""
     return _scaled(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1.0, ""))).rstrip()
+
+
+def parse_count(text: str | int | float) -> float:
+    """A count with an optional K, M, B (billion) or T: `parse_count("2.5B") == 2.5e9`; what `show_count` writes. Raises ValueError."""
+    match = _NUMBER.fullmatch(str(text))
+    factor = _COUNTS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{text!r}: a number, with K, M, B (billion) or T at its end, is needed")
+    value = float(match[1].replace("_", "")) * factor
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is too large")
+    return value

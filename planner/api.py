@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from planner.space import EXECUTABLE, native
 
 if TYPE_CHECKING:
     from planner.search import SearchResult
+    from planner.size import Sizing
 
 Event = Callable[[dict[str, Any]], None]
 
@@ -89,6 +90,41 @@ def search(
     if calibrated_only and found.calibration is not None:
         coverage.require(result.plan, found.calibration, result.plan.prediction["by_source"])
     return result, found
+
+
+def size(
+    reference: Path | str | ResolvedScenario,
+    *,
+    deadline: str | None = None,
+    qps: str | float | None = None,
+    budget: str | float | None = None,
+    examples: str | float | None = None,
+    devices: Sequence[str] = (),
+    most: int | None = None,
+    time_limit: float | None = None,
+    calibration_file: Path | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Sizing:
+    """The fewest devices that train `examples` by a deadline (`36 h`), at a rate [examples/s], for a budget [$]; the curve of sizes.
+
+    Raises UsageError for values that make no sense, NoFeasiblePlan when no size has a plan; a demand that no size meets is `best` None.
+    """
+    from costmodel.units import parse, parse_count
+    from planner.size import Demand
+    from planner.size import size as run_size
+
+    try:
+        demand = Demand(
+            deadline=None if deadline is None else parse(deadline, "seconds"),
+            rate=None if qps is None else parse_count(qps),
+            budget=None if budget is None else parse_count(budget),
+            examples=None if examples is None else parse_count(examples),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return run_size(
+        reference, demand, devices=devices, most=most, time_limit=time_limit, calibration_file=calibration_file, progress=progress
+    )
 
 
 def calibrate(reference: Path | str, *, preset: Preset = "quick", ranks: tuple[int, ...] | None = None, on_event: Event = lambda event: None) -> Path:
@@ -157,4 +193,5 @@ __all__ = [
     "is_plan",
     "save_plan",
     "search",
+    "size",
 ]

@@ -12,7 +12,23 @@ from collections.abc import Sequence
 
 import typer
 
-from planner.commands import calibrate, data, diagnose, doctor, estimate, explain, export, ledger, record, report, run, search, waterfall, whatif
+from planner.commands import (
+    calibrate,
+    data,
+    diagnose,
+    doctor,
+    estimate,
+    explain,
+    export,
+    ledger,
+    record,
+    report,
+    run,
+    search,
+    size,
+    waterfall,
+    whatif,
+)
 from planner.errors import BUG, INTERRUPTED, USAGE, FileError, PlannerError, UsageError
 
 app = typer.Typer(
@@ -25,7 +41,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 ok, 1 bug, 2 usage or invalid file, 3 no feasible plan, 4 target missed, 5 calibration required, "
     "6 run failed, 130 interrupted.",
 )
-for module in (doctor, data, calibrate, estimate, search, run, whatif, ledger, diagnose, waterfall, explain, record, report, export):
+for module in (doctor, data, calibrate, estimate, search, size, run, whatif, ledger, diagnose, waterfall, explain, record, report, export):
     app.command(module.__name__.rsplit(".", 1)[-1])(module.command)
 
 

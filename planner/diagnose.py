@@ -15,6 +15,7 @@ from costmodel.accounting import UNATTRIBUTED, Accounting, SimulatedRanks, simul
 from costmodel.calibration import Calibration
 from costmodel.codec import encode
 from costmodel.estimate import Estimate, estimate
+from costmodel.jobtime import job_time, state_bytes
 from costmodel.plan import Plan
 from costmodel.runresult import RunResult
 from planner import calibrate, traces, tracesteps
@@ -228,7 +229,13 @@ def _tree(plan: Plan, made: Estimate, predicted: Accounting, result: RunResult |
     both("job", "end-to-end MFU", "", _ratio(flops, made.step_time.value * peak), _ratio(flops, run.step_time_s.median * peak) if run else None,
          source="model FLOPs / median step / peak", missing=no_run)
     wall = result.wall_seconds if result is not None else {}
-    rungs.append(_rung("job", "effective training time", "", _ratio(wall.get("train", 0.0), sum(wall.values())), "measured",
+    steps_planned = plan.workload.num_steps
+    job = job_time(plan.cluster.reliability, ranks=world, training_seconds=steps_planned * made.step_time.value,
+                   bytes_per_rank=state_bytes(made.memory)) if steps_planned else None
+    rungs.append(_rung("job", "effective training time, predicted", "", job.effective if job else None, "simulated",
+                       f"{steps_planned} steps with start-up, checkpoints and failures as the cluster's reliability states them",
+                       "the workload states no num_steps"))
+    rungs.append(_rung("job", "effective training time, measured", "", _ratio(wall.get("train", 0.0), sum(wall.values())), "measured",
                        "result.json: training / (training + evaluation + checkpoint); start-up is not in it", no_run))
     quality = result.quality if result is not None else None
     rungs.append(_rung("model", "loss of the last step", "", quality.final_loss if quality else None, "measured", "result.json", no_run))

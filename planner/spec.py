@@ -30,7 +30,11 @@ _QUANTITIES: dict[type, dict[str, tuple[str, units.Kind]]] = {
         "power": ("power", "watts"),
     },
     LinkTier: {"bandwidth": ("bandwidth", "bytes/s"), "latency": ("latency", "seconds")},
-    Reliability: {"restart_seconds": ("restart", "seconds")},
+    Reliability: {
+        "restart_seconds": ("restart", "seconds"),
+        "startup_seconds": ("startup", "seconds"),
+        "checkpoint_bandwidth": ("checkpoint_bandwidth", "bytes/s"),
+    },
     Price: {"dollars_per_device_hour": ("per_device_hour", "$/h")},
     Cluster: {"host_memory_bytes": ("host_memory", "bytes"), "memory_budget": ("memory_budget", "bytes")},
 }

@@ -8,7 +8,7 @@ import pytest
 
 from planner.cli import main
 
-VERBS = ("diagnose", "waterfall", "explain", "record", "report", "export")
+VERBS = ("size", "diagnose", "waterfall", "explain", "record", "report", "export")
 
 
 def example(verb, capsys):
