@@ -127,9 +127,23 @@ def _lattice_maximum(values: np.ndarray, p: np.ndarray, samples: int, ranks: int
     share = place - cell
     single = np.bincount(cell, p * (1 - share), cells) + np.bincount(cell + 1, p * share, cells)
     length = 1 << int(samples * (cells - 1)).bit_length()
-    total = np.fft.irfft(np.fft.rfft(single, length) ** samples, length)
-    top = np.minimum(np.cumsum(np.maximum(total, 0.0)), 1.0) ** ranks
-    return samples * low + step * float(np.diff(top, prepend=0.0) @ np.arange(length)) / float(top[-1])
+    total = np.fft.irfft(_power(np.fft.rfft(single, length), samples), length)
+    top = _power(np.minimum(np.cumsum(np.maximum(total, 0.0)), 1.0), ranks)
+    # E[X] = sum of P(X >= k) over k >= 1
+    return samples * low + step * (length - 1 - float(top[:-1].sum()) / float(top[-1]))
+
+
+def _power(base: np.ndarray, exponent: int) -> np.ndarray:
+    """`base ** exponent` for exponent >= 1 by squaring: NumPy calls the C library once an element, which takes 20 times as long."""
+    found, square = None, base
+    while exponent:
+        if exponent & 1:
+            found = square if found is None else found * square
+        exponent >>= 1
+        if exponent:
+            square = square * square
+    assert found is not None
+    return found
 
 
 # --- lengths and policies ---
@@ -334,16 +348,15 @@ def _played(work: np.ndarray, lengths: Lengths, policy: Batching, batch: int, ra
     if policy == "local":
         # a play is one rank's window; ranks are drawn apart and meet in steps
         plays = ranks * max(1, _DRAWS // (ranks * steps * batch))
-        cards = _descending(_draws(p, plays, steps * batch)).reshape(plays, batch, steps)
+        cards = _draws(p, plays, steps * batch).reshape(plays, batch, steps)
         carried = _deal(_pairs(values)[cards], kinds[:, cards])
         return _slowest_of(carried.reshape(len(kinds), -1, ranks, steps).swapaxes(2, 3).reshape(len(kinds), -1, ranks))
     if steps * batch * ranks > _DRAWS or batch >= _PLAYED_BELOW:
         hands = int(min(ranks, _HANDS, max(2, _DRAWS // (batch * steps))))
-        cards = _quantile_places(p, steps * batch * hands)[None]
+        cards = _quantile_places(p, steps * batch * hands)[None, ::-1]
     else:
         hands = ranks
         cards = _draws(p, max(1, _DRAWS // (steps * batch * ranks)), steps * batch * ranks)
-    cards = _descending(cards)
     if policy == "sorted_buckets":
         buckets = cards.reshape(-1, batch, hands)
         return _slowest_of(kinds[:, buckets].sum(axis=2))
@@ -352,19 +365,20 @@ def _played(work: np.ndarray, lengths: Lengths, policy: Batching, batch: int, ra
 
 
 def _draws(p: np.ndarray, plays: int, count: int) -> np.ndarray:
-    """Seeded places in the pmf, `(plays, count)`."""
-    uniform = np.random.default_rng(20240229).random((plays, count))
-    return np.minimum(np.searchsorted(np.cumsum(p), uniform), len(p) - 1)
+    """Seeded places in the pmf, `(plays, count)`, descending in each play."""
+    return np.minimum(np.searchsorted(np.cumsum(p), _uniform(plays, count)), len(p) - 1)
+
+
+@functools.lru_cache(maxsize=16)
+def _uniform(plays: int, count: int) -> np.ndarray:
+    """Seeded uniform numbers, descending in each play: sorted once for all sequences, and looked up in order."""
+    return np.sort(np.random.default_rng(20240229).random((plays, count)), axis=1)[:, ::-1].copy()
 
 
 def _quantile_places(p: np.ndarray, count: int) -> np.ndarray:
     """Places in the pmf of `count` order statistics, at the middles of their shares."""
     cumulative = np.cumsum(p)
     return np.minimum(np.searchsorted(cumulative, (np.arange(count) + 0.5) / count * cumulative[-1]), len(p) - 1)
-
-
-def _descending(places: np.ndarray) -> np.ndarray:
-    return np.sort(places, axis=1)[:, ::-1]
 
 
 def sub_batch_size(local_batch: int) -> int:
@@ -387,14 +401,16 @@ def _shuffled(work: np.ndarray, lengths: Lengths, batch: int, ranks: int) -> Ran
     skewness = third / variance ** 1.5 / size ** 0.5
     shape = 4.0 / max(abs(skewness), 1e-3) ** 2
     standard = np.sort((rng.gamma(shape, size=(plays, rounds * ranks)) - shape) / shape ** 0.5 * (1 if skewness >= 0 else -1), axis=1)[:, ::-1]
-    slope = (kinds @ (p * (pairs_of - mean))) / variance
-    left = kinds - (kinds @ p)[:, None] - slope[:, None] * (pairs_of - mean)
-    covariance = (left * p) @ left.T
+    # sums by einsum: BLAS starts threads for arrays of this size, which wait for one another where cores are busy
+    means = np.einsum("kn,n->k", kinds, p)
+    slope = np.einsum("kn,n->k", kinds, p * (pairs_of - mean)) / variance
+    left = kinds - means[:, None] - slope[:, None] * (pairs_of - mean)
+    covariance = np.einsum("kn,ln->kl", left * p, left)
     scale = np.sqrt(np.maximum(np.diag(covariance), 1e-300))
     vectors, singular, _ = np.linalg.svd(covariance / np.outer(scale, scale))
-    noise = scale[:, None] * ((vectors * np.sqrt(singular)) @ rng.standard_normal((len(kinds), standard.size)))
+    noise = scale[:, None] * np.einsum("kl,ln->kn", vectors * np.sqrt(singular), rng.standard_normal((len(kinds), standard.size)))
     cards = size * mean + (size * variance) ** 0.5 * standard
-    others = (size * (kinds @ p))[:, None, None] + slope[:, None, None] * (cards - size * mean)
+    others = (size * means)[:, None, None] + slope[:, None, None] * (cards - size * mean)
     others += size ** 0.5 * noise.reshape(len(kinds), *standard.shape)
     return _slowest_of(_deal(cards.reshape(plays, rounds, ranks), others.reshape(len(kinds), plays, rounds, ranks)))
 

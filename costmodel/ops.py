@@ -29,6 +29,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from costmodel.model import DTYPE_BYTES
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -93,12 +95,13 @@ def dtype_bytes(dtype: str) -> float:
 
 
 def op(kind: str, *, variant: str = "", dtype: str = "fp32", count: int = 1, **features: float) -> Op:
-    """An op after checks: the kind is known, its features are exactly those of the kind, finite and >= 0."""
+    """An op after checks: the kind is known, its features are exactly those of the kind, finite and >= 0. Features may be arrays (costmodel.batch);
+    such an op has no hash."""
     spec = KINDS.get(kind)
     if spec is None:
         raise ValueError(f"unknown op kind {kind!r}; known: {', '.join(KINDS)}")
     try:
-        values = tuple([(name, float(features[name])) for name in spec.features])
+        values = tuple([(name, value if isinstance(value := features[name], np.ndarray) else float(value)) for name in spec.features])
     except KeyError:
         values = ()
     if len(values) != len(features):
@@ -106,7 +109,7 @@ def op(kind: str, *, variant: str = "", dtype: str = "fp32", count: int = 1, **f
     if spec.variants and variant not in spec.variants:
         raise ValueError(f"op {kind}: variant {variant!r} is none of {', '.join(spec.variants)}")
     for name, value in values:
-        if not 0 <= value < _INFINITY:
+        if not (0 <= value < _INFINITY if isinstance(value, float) else ((value >= 0) & (value < _INFINITY)).all()):
             raise ValueError(f"op {kind}: {name} must be finite and >= 0, got {value}")
     dtype_bytes(dtype)
     return Op(kind=kind, variant=variant, features=values, dtype=dtype, count=count)

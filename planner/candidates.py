@@ -16,14 +16,16 @@ has them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import numpy as np
 
-from costmodel.blocks import BatchShape, activation_dtype
+from costmodel.batch_blocks import BlockPrices
+from costmodel.batch_phases import Keys
+from costmodel.blocks import activation_dtype
 from costmodel.comms import layout_groups, network
 from costmodel.contention import RATE_FLOOR
-from costmodel.lower import Pricer, batch_shape, pricer
+from costmodel.lower import batch_shape, pricer
 from costmodel.memory import COMMUNICATOR_BYTES, INPUT_BATCHES, embedding_bytes, exchange_bytes, input_bytes, memory
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
@@ -56,39 +58,21 @@ class _Bounds:
         self.pricing, self.columns = pricing, pricing.candidates
         self.regions = regions(pricing.scenario.model)
         self.choices = pricing.space.regions
+        self.low = {name: min(dtype_bytes(activation_dtype(c.precision)) for c in choices) for name, choices in self.choices.items()}
         self.calibration = pricing.calibration
         self.slow = pricing.slowest(pricing.base(0))[1]
-        self.codes: dict[str, tuple[np.ndarray, int]] = {}
-        self.over_samples: dict[tuple[int, float], tuple[tuple[float, float], list[tuple[float, float]]]] = {}
         self.curves: list[tuple[np.ndarray, np.ndarray]] = []
         self.sent: dict[tuple[int, int], tuple[float, float, float, float]] = {}
 
     def per(self, names: Iterable[str], price: Callable[[int, Plan], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(`price` of one representative for each distinct combination of the columns `names`, stacked; which of them each candidate has)."""
-        code, size = np.zeros(len(self.columns), dtype=np.int64), 1
-        for name in names:
-            place, number = self.code(name)
-            code, size = code * number + place, size * number
-        # columns have few values: a table of all combinations is quicker than sorting the candidates
-        first = np.full(size, len(code), dtype=np.int64)
-        first[code[::-1]] = np.arange(len(code) - 1, -1, -1)
-        occurring = np.flatnonzero(first < len(code))
-        number_of = np.zeros(size, dtype=np.int64)
-        number_of[occurring] = np.arange(len(occurring))
-        first, which = first[occurring], number_of[code]
-        return np.stack([np.asarray(price(int(i), self.pricing.base(int(i))), dtype=np.float64) for i in first]), which
-
-    def code(self, name: str) -> tuple[np.ndarray, int]:
-        """(place of every candidate's value among the column's distinct values, ascending; how many there are)."""
-        if name not in self.codes:
-            values, place = np.unique(self.columns[name].astype(np.int64), return_inverse=True)
-            self.codes[name] = (place, len(values))
-        return self.codes[name]
+        keys = Keys(*[self.columns[name] for name in names])
+        return np.stack([np.asarray(price(int(i), self.pricing.base(int(i))), dtype=np.float64) for i in keys.first]), keys.of
 
     # --- time ---
 
     def seconds(self) -> np.ndarray:
-        blocks, block_of = self.per(("local_batch", "batching"), self.block_seconds)
+        blocks, block_of = self.block_seconds()
         self.block_of = block_of
         moves, move_of = self.per(("fsdp", "ddp", "reshard_after_forward", "transport"), self.move_seconds)
         sparse, sparse_of = self.per(("sparse_group", "local_batch", "accumulation"), self.sparse_compute)
@@ -127,42 +111,42 @@ class _Bounds:
         """Region index of every block in forward order."""
         return [k for k, r in enumerate(self.regions) for _ in range(r.count)]
 
-    def block_seconds(self, i: int, plan: Plan) -> np.ndarray:
-        """`(2 units + 1,)`: least forward and backward seconds of every block, and of the loss both ways. Adds the class's curve of recomputation."""
-        batch, prices = batch_shape(plan, self.pricing.slowest(plan)[0]), pricer(plan, self.calibration)
-        prices.keep(batch)
-        found = [self.region_seconds(k, batch, prices) for k in range(len(self.regions))]
-        times = [[least[phase] for least, _ in found] for phase in (0, 1)]
-        options = [(r.count, points) for r, (_, points) in zip(self.regions, found)]
-        self.curves.append(saving_curve(options))
-        rows = batch.samples * len(plan.model.heads)
-        loss = sum(prices.ops([op("bce", m=rows)], phase).seconds for phase in (FORWARD, BACKWARD))
-        return np.concatenate([np.array(times)[:, self.units].ravel(), [loss]])
+    def block_seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """(`(keys, 2 units + 1)`: least forward and backward seconds of every block, and of the loss both ways, by local batch and batching; the key
+        of each candidate). Sets the curve of recomputation of each key."""
+        keys = Keys(self.columns["local_batch"], self.columns["batching"])
+        plans = [self.pricing.base(int(i)) for i in keys.first]
+        batches, prices = [batch_shape(plan, self.pricing.slowest(plan)[0]) for plan in plans], pricer(plans[0], self.calibration)
+        for batch in batches:
+            prices.keep(batch)
+        found = [self.region_seconds(k, BlockPrices(prices, batches)) for k in range(len(self.regions))]
+        times = np.stack([least for least, _ in found], axis=-1)[..., self.units]
+        self.curves = [saving_curve([(r.count, points[:, k].tolist()) for r, (_, points) in zip(self.regions, found)]) for k in range(len(batches))]
+        rows = [batch.samples * len(plans[0].model.heads) for batch in batches]
+        loss = [sum(prices.ops([op("bce", m=m)], phase).seconds for phase in (FORWARD, BACKWARD)) for m in rows]
+        return np.concatenate([*times, np.array(loss)[:, None]], axis=1), keys.of
 
-    def region_seconds(self, k: int, batch: BatchShape, prices: Pricer) -> tuple[tuple[float, float], list[tuple[float, float]]]:
-        """((least forward, least backward seconds), [(bytes kept, seconds over the least)] of the choices) of one block of region k.
-
-        A region over samples is the same under every batching policy.
-        """
-        region, choices = self.regions[k], self.choices[self.regions[k].name]
-        known = (k, batch.samples)
-        if not region.sequence and known in self.over_samples:
-            return self.over_samples[known]
-        seconds = {
-            p: tuple(prices.block(region.block, batch, p, phase).seconds for phase in (FORWARD, BACKWARD))
-            for p in dict.fromkeys(c.precision for c in choices)
-        }
-        least = min(s[0] for s in seconds.values()), min(s[1] for s in seconds.values())
-        points, saved = [], {}
+    def region_seconds(self, k: int, prices: BlockPrices) -> tuple[np.ndarray, np.ndarray]:
+        """(`(2, keys)` least forward and backward seconds, `(choices, keys, 2)` bytes kept and seconds over the least) of one block of region k."""
+        block, choices = self.regions[k].block, self.choices[self.regions[k].name]
+        seconds: dict[Hashable, np.ndarray] = {}
+        again, saved = {}, {}
         for c in choices:
-            kept_as = activation_dtype(c.precision), c.checkpoint  # all that saved bytes depend on
-            if kept_as not in saved:
-                saved[kept_as] = region.block.saved_bytes(batch, c.precision, c.checkpoint)
-            again = prices.recompute(region.block, batch, c.precision, c.checkpoint).seconds
-            points.append((saved[kept_as], max(0.0, sum(seconds[c.precision]) + again - sum(least))))
-        if not region.sequence:
-            self.over_samples[known] = least, points
-        return least, points
+            # all that a choice's seconds and bytes depend on
+            timed, kept = prices.alike(c.precision), (activation_dtype(c.precision), c.checkpoint)
+            if timed not in seconds:
+                seconds[timed] = np.stack([prices.block(block, c.precision, phase) for phase in (FORWARD, BACKWARD)])
+            if (timed, c.checkpoint) not in again:
+                again[timed, c.checkpoint] = prices.recompute(block, c.precision, c.checkpoint)
+            if kept not in saved:
+                saved[kept] = prices.saved(block, c.precision, c.checkpoint)
+        least = np.min(list(seconds.values()), axis=0)
+        points = {
+            (timed, kept): (saved[kept], np.maximum(0.0, seconds[timed].sum(axis=0) + again[timed, kept[1]] - least.sum(axis=0)))
+            for c in choices
+            for timed, kept in [(prices.alike(c.precision), (activation_dtype(c.precision), c.checkpoint))]
+        }
+        return least, np.array(list(points.values())).swapaxes(1, 2)
 
     def move_seconds(self, i: int, plan: Plan) -> np.ndarray:
         """`(8 units + 6,)` by block: gather, unshard, pack, scatter, all-reduce, whether it is gathered again, and what the gather and the
@@ -171,13 +155,12 @@ class _Bounds:
         links (numbers) of the scatters and all-reduces, and the optimizer."""
         prices, net = pricer(plan, self.calibration), network(plan.cluster, self.calibration, plan.transport)
         groups, layout = layout_groups(plan.layout), plan.layout
-        low = {r.name: min(dtype_bytes(activation_dtype(c.precision)) for c in self.choices[r.name]) for r in self.regions}
         wrapped, gpu = layout.world_size > 1, plan.cluster.device.kind == "gpu"
         cap = (1.0 - RATE_FLOOR) / max(1, len(plan.cluster.tiers)) * gpu
         table = []
         for r in self.regions:
             shard = 4.0 * r.block.sharded_elements(layout.fsdp)
-            gather = net.cost("all_gather", low[r.name] * layout.fsdp * shard / 4.0, groups["fsdp"])
+            gather = net.cost("all_gather", self.low[r.name] * layout.fsdp * shard / 4.0, groups["fsdp"])
             scatter = net.cost("reduce_scatter", shard * layout.fsdp, groups["fsdp"])
             summed = net.cost("all_reduce", shard, groups["ddp"])
             unshard, pack = prices.unit("fsdp_gather", r.block).seconds, prices.unit("fsdp_reduce", r.block).seconds
@@ -317,9 +300,7 @@ class _Bounds:
         self.gradients = parameters[fsdp_of, 0]
         self.resting = 3 * self.gradients + tables + INPUT_BATCHES * inputs + swapped + libraries + each_link * links[link_of, 0]
         self.in_flight = np.where(full, weights, 0.0)
-        low = sum(
-            r.count * r.block.num_parameters * min(dtype_bytes(activation_dtype(c.precision)) for c in self.choices[r.name]) for r in self.regions
-        )
+        low = sum(r.count * r.block.num_parameters * self.low[r.name] for r in self.regions)
         keep = (columns["reshard_after_forward"] == 0) & (columns["fsdp"] > 1)
         self.kept = embeddings + multiple * self.gradients + keep * low
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from costmodel.batch_phases import Keys
 from costmodel.calibration import Calibration
 from costmodel.codec import encode
 from costmodel.estimate import estimate
@@ -101,7 +102,7 @@ class Search:
         columns = self.space.candidates.columns
         fitting = np.flatnonzero(self.fits)
         self.order = fitting[np.lexsort((fitting, -columns["execution"][fitting], self.first[fitting]))]
-        self.twins = _codes([values for name, values in columns.items() if name != "execution"])
+        self.twins = Keys(*[values for name, values in columns.items() if name != "execution"]).of
         self.opened: set[int] = set()
         self.next = 0
         self.heap: list[tuple[float, int]] = []
@@ -304,15 +305,6 @@ class Search:
                 }
             )
         return tuple(rows)
-
-
-def _codes(columns: list[np.ndarray]) -> np.ndarray:
-    """One number per distinct row."""
-    code = np.zeros(len(columns[0]), dtype=np.int64)
-    for values in columns:
-        _, place = np.unique(values, return_inverse=True)
-        _, code = np.unique(code * (int(place.max(initial=0)) + 1) + place, return_inverse=True)
-    return code
 
 
 def search(

@@ -190,13 +190,13 @@ class Block(abc.ABC):
         return max((2 * dtype_bytes(activation_dtype(precision)) * (f["m"] * (f["k"] + f["n"]))
                     for f in (dict(op.features) for op in self.forward(batch, precision) if op.kind == "linear")), default=0.0)
 
-    def recomputed(self, batch: BatchShape, precision: str, policy: str) -> tuple[Op, ...]:
-        """Ops that run again before this block's backward."""
+    def recomputed(self, batch: BatchShape, precision: str, policy: str, forward: tuple[Op, ...] | None = None) -> tuple[Op, ...]:
+        """Ops that run again before this block's backward; `forward`: the block's ops where they are known."""
         if policy in ("none", "quantized"):
             return ()
         if policy not in _KEPT:
             raise ValueError(f"unknown checkpoint policy {policy!r}{suggest(policy, _KEPT)}")
-        return tuple(op for op in self.forward(batch, precision) if policy == "full" or op.kind not in MATRIX_OPS)
+        return tuple(op for op in forward or self.forward(batch, precision) if policy == "full" or op.kind not in MATRIX_OPS)
 
     def saved_bytes(self, batch: BatchShape, precision: str, policy: str) -> float:
         """Bytes that one block keeps from forward to backward under `policy`."""
@@ -209,7 +209,7 @@ class Block(abc.ABC):
                 continue
             if tensor.bytes_each is not None:
                 total += tensor.elements * tensor.bytes_each
-            elif policy == "quantized" and tensor.rows:
+            elif policy == "quantized" and np.any(tensor.rows):
                 total += tensor.elements + FP32_BYTES * tensor.rows
             else:
                 total += tensor.elements * each

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from costmodel.batch import COLUMNS, BatchBound
-from costmodel.calibration import Calibration
+from costmodel.batch_blocks import BlockPrices
+from costmodel.calibration import Calibration, fit
 from costmodel.cluster import Cluster, Device, LinkTier, Reliability
 from costmodel.imbalance import slowest_rank
-from costmodel.lower import Factors, Lowered, lower
+from costmodel.lower import Factors, Lowered, batch_shape, lower, pricer
 from costmodel.model import Head, LayerGroup, Model, Sequence, TableGroup
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.regions import regions
+from costmodel.samples import Environment, Sample
 from costmodel.simulate import bound, simulate
 from costmodel.workload import Lengths, Workload
 
@@ -121,18 +123,47 @@ def test_speed():
     assert rate > 50_000, f"{rate:.0f} candidates/s"  # a loaded test machine; benchmarks.search has the figure
 
 
-def test_calibration_changes_nothing_of_the_equality():
-    from costmodel.calibration import fit
-    from costmodel.samples import Environment, Sample
+def odd_calibration(plan: Plan) -> Calibration:
+    """Linear layers with a large fixed cost."""
     samples = [Sample(op="linear", phase=phase, features={"m": m, "k": 256, "n": 256}, dtype="bf16",
                       seconds=2e-5 + m * 1e-8 * (1 + 0.1 * i), host_seconds=1e-5)
                for i, phase in enumerate(("forward", "backward")) for m in (64, 512, 4096, 32768)]
+    return fit(Environment(device_name="H200-SXM", device_kind="gpu"), samples, device=plan.cluster.device)
+
+
+def test_calibration_changes_nothing_of_the_equality():
     plan = template()
-    calibration = fit(Environment(device_name="H200-SXM", device_kind="gpu"), samples, device=plan.cluster.device)
+    calibration = odd_calibration(plan)
     batch = BatchBound(plan, calibration, batchings=BATCHINGS, transports=TRANSPORTS, executions=EXECUTIONS)
     columns = candidates(plan, 8, seed=5)
     found = batch.seconds(columns)
     for i in range(8):
         lowered, slow = of_slowest(batch.plan(columns, i), calibration)
         assert found[i] == pytest.approx(bound(lowered.graph) * slow, rel=1e-9)
-    assert dataclasses.is_dataclass(plan)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_blocks_of_many_batches_cost_what_each_costs(calibrated):
+    groups = (LayerGroup(kind="self_attention", count=1, heads=4, head_dim=16, mlp_dim=64),
+              LayerGroup(kind="self_attention", count=1, heads=4, head_dim=16, window=32),
+              LayerGroup(kind="gdpa", count=1, heads=2, head_dim=16, mlp_dim=64, divisor=50.0, activation="silu"),
+              LayerGroup(kind="block_attention", count=1, heads=2, head_dim=16, mlp_dim=64, block=64),
+              LayerGroup(kind="hstu", count=1, heads=4, head_dim=16, divisor=64.0),
+              LayerGroup(kind="llama", count=1, heads=2, head_dim=16, mlp_dim=64, options={"kv_heads": 2}))
+    plan = template(dim=64)
+    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, sequences=(Sequence(name="history", layers=groups),)))
+    prices = pricer(plan, odd_calibration(plan) if calibrated else None)
+    batches = [batch_shape(dataclasses.replace(plan, local_batch=n, batching=policy), {"history": Factors(tokens=1.1, pairs=1.3)})
+               for n in (1, 8, 96) for policy in ("jagged", "padded")]
+    many = BlockPrices(prices, batches)
+    for region in regions(plan.model):
+        for precision in ("fp32", "bf16", "fp8_row", "mxfp8"):
+            for checkpoint in ("none", "selective", "full", "quantized"):
+                again, saved = (f(region.block, precision, checkpoint) for f in (many.recompute, many.saved))
+                forward, backward = (many.block(region.block, precision, phase) for phase in ("forward", "backward"))
+                for k, batch in enumerate(batches):
+                    prices.keep(batch)
+                    assert forward[k] == pytest.approx(prices.block(region.block, batch, precision, "forward").seconds, rel=1e-9)
+                    assert backward[k] == pytest.approx(prices.block(region.block, batch, precision, "backward").seconds, rel=1e-9)
+                    assert again[k] == pytest.approx(prices.recompute(region.block, batch, precision, checkpoint).seconds, rel=1e-9)
+                    assert saved[k] == pytest.approx(region.block.saved_bytes(batch, precision, checkpoint), rel=1e-9)
