@@ -52,7 +52,7 @@ class Keys:
         code, size = np.zeros(len(parts[0]), dtype=np.int64), 1
         for part in parts:
             ranks, count = _ranks(part)
-            if size * count > 1 << 24:
+            if size * count > max(1 << 16, 4 * len(code)):
                 code, size = _ranks(code)
             code, size = code * count + ranks, size * count
         self.of, self.count = _ranks(code)
@@ -61,9 +61,9 @@ class Keys:
 
 
 def _ranks(values: np.ndarray) -> tuple[np.ndarray, int]:
-    """(rank of each value among the distinct ones, how many these are); a table look-up where the values are small."""
+    """(rank of each value among the distinct ones, how many these are); a table look-up where the values span little."""
     low, high = int(values.min()), int(values.max())
-    if high - low < 1 << 24:
+    if high - low < max(1 << 16, 16 * len(values)):
         seen = np.zeros(high - low + 1, dtype=bool)
         seen[values - low] = True
         rank = np.cumsum(seen) - 1

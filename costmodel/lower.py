@@ -28,7 +28,7 @@ from costmodel.blocks.measured import block_features
 from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTime
 from costmodel.comms import GroupShape, Network, layout_groups, network
 from costmodel.gpu import block_key
-from costmodel.model import DTYPE_BYTES
+from costmodel.model import DTYPE_BYTES, Model
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
 from costmodel.quantity import Source, worst
@@ -258,8 +258,16 @@ def _batch_shape(plan: Plan, factors: Mapping[str, Factors], padded: bool) -> Ba
 def model_flops(plan: Plan) -> float:
     """FLOPs of one rank and step by convention: 3 x forward at true lengths, causal half, no recompute, no padding."""
     batch = batch_shape(dataclasses.replace(plan, batching="jagged"))
-    forward = sum(r.count * (r.block.flops(batch) - r.block.causal_excess(batch)) for r in regions(plan.model))
-    return 3.0 * forward * plan.accumulation
+    key = (id(plan.model), id(batch))
+    if key not in _forward_flops:
+        if len(_forward_flops) >= _MAX_BATCHES:
+            _forward_flops.clear()
+        forward = sum(r.count * (r.block.flops(batch) - r.block.causal_excess(batch)) for r in regions(plan.model))
+        _forward_flops[key] = (plan.model, batch, forward)
+    return 3.0 * _forward_flops[key][2] * plan.accumulation
+
+
+_forward_flops: dict[tuple[int, int], tuple[Model, BatchShape, float]] = {}
 
 
 def needs_fsdp(plan: Plan) -> bool:

@@ -21,8 +21,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from costmodel.blocks import BatchShape, Block
 from costmodel.contention import RATE_FLOOR
+from costmodel.lower import Pricer
 from costmodel.model import DTYPE_BYTES, Model
+from costmodel.ops import BACKWARD, FORWARD
 from costmodel.plan import Plan, RegionOption, RegionPlan
 from costmodel.regions import regions
 from costmodel.sparse import TableLoads, expected_unique, ids_per_table, skew, state_bytes
@@ -230,6 +233,20 @@ def block_durations(graph: StepGraph) -> dict[str, dict[Key, float]]:
             for key, value in task_keys(task, cap).items():
                 found[task.region].setdefault(key, value)
     return found
+
+
+def own_durations(region: str, block: Block, batch: BatchShape, choice: RegionChoice, prices: Pricer) -> dict[Key, float]:
+    """Durations of a block's own passes under a choice, as the lowering makes its tasks."""
+    passes = {
+        (region, "forward"): prices.block(block, batch, choice.precision, FORWARD),
+        (region, "backward"): prices.block(block, batch, choice.precision, BACKWARD),
+        (f"recompute {region}", "backward"): prices.recompute(block, batch, choice.precision, choice.checkpoint),
+    }
+    return {
+        (*name, COMPUTE, what): value
+        for name, cost in passes.items()
+        for what, value in ((SECONDS, cost.seconds), (LAUNCH, cost.host_seconds), (TAKEN, 0.0))
+    }
 
 
 def rest_durations(graph: StepGraph) -> dict[Key, float]:

@@ -362,14 +362,17 @@ def undominated(
     kept: list[RegionChoice] = []
     worse: dict[RegionChoice, RegionChoice] = {}
 
+    keys = sorted({k for c in choices for k in durations[c]})
+    figures = {
+        c: np.array(
+            [durations[c].get(k, 0.0) for k in keys]
+            + [memory[c].saved, memory[c].whole - memory[c].saved + memory[c].workspace, memory[c].unsharded, c.risk * risk_matters]
+        )
+        for c in choices
+    }
+
     def beats(a: RegionChoice, b: RegionChoice) -> bool:
-        keys = set(durations[a]) | set(durations[b])
-        if any(durations[a].get(k, 0.0) > durations[b].get(k, 0.0) for k in keys):
-            return False
-        ma, mb = memory[a], memory[b]
-        if ma.saved > mb.saved or ma.whole - ma.saved + ma.workspace > mb.whole - mb.saved + mb.workspace or ma.unsharded > mb.unsharded:
-            return False
-        return not (risk_matters and a.risk > b.risk)
+        return bool((figures[a] <= figures[b]).all())
 
     for choice in choices:
         by = next((k for k in kept if beats(k, choice)), None)

@@ -12,16 +12,29 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.calibration import Calibration
 from costmodel.imbalance import slowest_rank
-from costmodel.lower import Factors, Lowered, batch_shape, lower
-from costmodel.memory import Memory, keeps_unsharded, memory, option_memory
+from costmodel.lower import Factors, Lowered, batch_shape, lower, pricer
+from costmodel.memory import BlockMemory, Memory, keeps_unsharded, memory, option_memory
 from costmodel.model import DTYPE_BYTES, TableGroup
 from costmodel.plan import Plan, RegionOption, RegionPlan, TablePlacement
-from costmodel.regions import regions
-from costmodel.simulate import bound, simulate
+from costmodel.regions import Region, regions
+from costmodel.simulate import simulate
 from costmodel.sparse import expected_unique, ids_per_table, skew, state_bytes
-from planner.bounds import LAUNCH, Cut, Durations, Key, block_durations, cut, mean_loads, rest_durations, single_blocks, uniform
+from planner.bounds import (
+    LAUNCH,
+    Cut,
+    Durations,
+    Key,
+    block_durations,
+    cut,
+    mean_loads,
+    own_durations,
+    rest_durations,
+    single_blocks,
+    uniform,
+)
 from planner.ilp import CandidateProgram, Choice, MemoryRow, RegionRow, TableRow, undominated, undominated_tables
 from planner.placement import Group, Items, place
 from planner.points import MAX_POINTS
@@ -46,12 +59,11 @@ class TiedTables:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A plan with its simulated step time and its bound [s], and its memory."""
+    """A plan with its simulated step time [s] and its memory."""
 
     plan: Plan
     choice: Choice
     seconds: float
-    bound: float
     memory: Memory
     lowered: Lowered
 
@@ -132,13 +144,12 @@ class Pricing:
         return dataclasses.replace(plan, predict_only=reasons)
 
     def price(self, plan: Plan, choice: Choice) -> Priced:
-        """Simulated time, bound and memory of a placed plan."""
+        """Simulated time and memory of a placed plan."""
         lowered, slow = self.lower(plan), self.slowest(plan)[1]
         return Priced(
             plan=plan,
             choice=choice,
             seconds=simulate(lowered.graph).step_seconds * slow,
-            bound=bound(lowered.graph) * slow,
             memory=memory(plan, lowered.batch, lowered.loads, self.calibration),
             lowered=lowered,
         )
@@ -151,12 +162,7 @@ class Pricing:
         factors, slow = self.slowest(plan)
         batch = batch_shape(plan, factors)
         durations = self.durations(plan)
-        memories = {
-            r.name: {
-                c: option_memory(r, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=plan.layout.fsdp) for c in self.space.regions[r.name]
-            }
-            for r in regions(scenario.model)
-        }
+        memories = {r.name: self.memories(r, batch, plan.layout.fsdp) for r in regions(scenario.model)}
         rows, kept = [], {}
         key = self.duration_key(plan)
         for r in regions(scenario.model):
@@ -201,20 +207,33 @@ class Pricing:
         layout = plan.layout
         return (layout.ddp, layout.fsdp, layout.reshard_after_forward, plan.local_batch, plan.batching, plan.transport, plan.execution)
 
+    def memories(self, region: Region, batch: BatchShape, fsdp: int) -> dict[RegionChoice, BlockMemory]:
+        """Memory of one block by choice; number formats with one dtype of activations take the same."""
+        found: dict[tuple[str, str], BlockMemory] = {}
+        for c in self.space.regions[region.name]:
+            key = (activation_dtype(c.precision), c.checkpoint)
+            if key not in found:
+                found[key] = option_memory(region, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=fsdp)
+        return {c: found[activation_dtype(c.precision), c.checkpoint] for c in self.space.regions[region.name]}
+
     def durations(self, plan: Plan) -> dict[str, dict[RegionChoice, dict[Key, float]]]:
-        """Durations of one block by region and choice, read off one lowered graph per choice."""
+        """Durations of one block by region and choice: what depends on the activations' dtype only (gathers, reductions, copies) read off one lowered
+        graph per dtype, the block's own passes from the pricer that the lowering asks too."""
         key = self.duration_key(plan)
         if key not in self._durations:
             found: dict[str, dict[RegionChoice, dict[Key, float]]] = {name: {} for name in self.blocks}
             small = dataclasses.replace(plan, model=self.single, accumulation=1)
             factors, _ = self.slowest(plan)
             loads = mean_loads(small, {name: s.tokens for name, s in batch_shape(small, factors).sequences.items()})
-            most = max(len(choices) for choices in self.space.regions.values())
-            for k in range(most):
-                picked = {name: choices[min(k, len(choices) - 1)] for name, choices in self.space.regions.items()}
-                graph = self.lower(dataclasses.replace(small, regions=uniform(self.single, picked)), loads=loads).graph
-                for name, durations in block_durations(graph).items():
-                    found[name][picked[name]] = durations
+            known = {r.name: r for r in regions(self.single)}
+            for dtype in dict.fromkeys(activation_dtype(c.precision) for choices in self.space.regions.values() for c in choices):
+                alike = {name: [c for c in choices if activation_dtype(c.precision) == dtype] for name, choices in self.space.regions.items()}
+                picked = {name: (alike[name] or choices)[0] for name, choices in self.space.regions.items()}
+                lowered = self.lower(dataclasses.replace(small, regions=uniform(self.single, picked)), loads=loads)
+                prices = pricer(small, self.calibration)
+                for name, durations in block_durations(lowered.graph).items():
+                    for c in alike[name]:
+                        found[name][c] = durations | own_durations(name, known[name].block, lowered.batch, c, prices)
             self._durations[key] = found
         return self._durations[key]
 

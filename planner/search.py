@@ -220,7 +220,7 @@ class Search:
             return
         if choice is None:
             self.status[i] = self.status[i] if i in self.best else "infeasible"
-            self.bounds[i] = np.inf if i not in self.best else self.best[i].bound
+            self.bounds[i] = np.inf if i not in self.best else floor
             if not program.no_goods and len(self.infeasible) < 200:
                 self.infeasible[i] = program
             return
