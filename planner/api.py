@@ -7,6 +7,7 @@ result = api.search("scenarios/gem-512xh200.yaml")
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
@@ -73,20 +74,27 @@ def search(
     calibrated_only: bool = False,
     time_limit: float | None = None,
     top: int | None = None,
+    cache: bool = True,
 ) -> tuple[SearchResult, Found]:
-    """Searches a scenario. Raises NoFeasiblePlan, and UsageError for what is wrong with the files."""
+    """Searches a scenario; with `cache` an equal question is answered by what an earlier search found (planner.answers).
+
+    Raises NoFeasiblePlan, and UsageError for what is wrong with the files.
+    """
+    from planner import answers
     from planner.search import search as run_search
 
     scenario = reference if isinstance(reference, ResolvedScenario) else load_scenario(reference, with_variants=False)
     found = calibration.find(scenario.cluster, path=calibration_file, calibrated_only=calibrated_only)
     options = scenario.search
-    result = run_search(
-        scenario,
-        calibration=found.calibration,
-        time_limit=options.time_limit if time_limit is None else time_limit,
-        gap=options.gap,
-        top=options.top if top is None else top,
-    )
+    top = options.top if top is None else top
+    path = answers.answer_path(scenario, found.calibration, gap=options.gap, top=top) if cache else None
+    result = answers.recall(path) if path is not None else None
+    if result is None:
+        time_limit = options.time_limit if time_limit is None else time_limit
+        result = run_search(scenario, calibration=found.calibration, time_limit=time_limit, gap=options.gap, top=top)
+        if path is not None:
+            with contextlib.suppress(UsageError):  # where the state directory cannot be written, the next search finds the answer again
+                answers.keep(result, path)
     if calibrated_only and found.calibration is not None:
         coverage.require(result.plan, found.calibration, result.plan.prediction["by_source"])
     return result, found

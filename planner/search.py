@@ -66,7 +66,7 @@ class Certificate:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """`plan` with its prediction, `runners_up` of other candidates, best first; `candidates` as rows; `ties`: how many runners-up lie inside
-    the interval."""
+    the interval. `kept`: the file that it was kept in by an earlier search (planner.answers)."""
 
     plan: Plan
     runners_up: tuple[Plan, ...]
@@ -75,6 +75,7 @@ class SearchResult:
     excluded: tuple[Excluded, ...]
     ties: int
     seconds: float
+    kept: str | None = None
 
 
 @dataclasses.dataclass(slots=True)

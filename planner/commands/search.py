@@ -18,6 +18,7 @@ def command(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write plan.json and candidates.{csv,parquet} there.", show_default=False)] = None,
     time_limit: Annotated[float | None, typer.Option(min=0.1, help="Seconds; default: the scenario's.", show_default=False)] = None,
     top: Annotated[int | None, typer.Option(min=1, help="Plans to keep; default: the scenario's.", show_default=False)] = None,
+    cache: Annotated[bool, typer.Option(help="Take the answer of an earlier equal search from the state directory.")] = True,
     calibration: CalibrationOption = None,
     calibrated_only: CalibratedOnlyOption = False,
     json: JsonOption = False,
@@ -34,7 +35,9 @@ def command(
     begin(quiet=quiet)
     if out is not None:
         check_writable(out)
-    result, found = api.search(scenario, calibration_file=calibration, calibrated_only=calibrated_only, time_limit=time_limit, top=top)
+    result, found = api.search(scenario, calibration_file=calibration, calibrated_only=calibrated_only, time_limit=time_limit, top=top, cache=cache)
+    if result.kept is not None:
+        console.say(f"answer of an earlier equal search, kept in {result.kept} (--no-cache: search again)")
     for note in found.notes:
         console.say(f"note: {note}")
     if out is not None:
@@ -86,8 +89,9 @@ def _show(result: SearchResult) -> None:
     ]
     columns = [("", "right"), ("step", "right"), ("memory", "right"), ("limited by", "left"), ("plan", "left")]
     certificate = result.certificate
+    status = f"feasible, gap {certificate.gap:.2%}" if certificate.status == "time_limit" else certificate.status
     proof = (
-        f"{certificate.status}: {certificate.candidates} candidates, {certificate.solved} programs solved, {certificate.simulated} plans simulated "
+        f"{status}: {certificate.candidates} candidates, {certificate.solved} programs solved, {certificate.simulated} plans simulated "
         f"in {result.seconds:.1f} s; no plan can be more than {certificate.gap:.2%} faster (asked: {certificate.asked:.2%}), "
         f"the programs' own gap is {certificate.milp_gap:.2%}"
     )
