@@ -43,6 +43,8 @@ from costmodel.samples import CONSTANT_PREFIX, read_samples
 # Seconds of measured steps that a run aims at, and its bounds [steps].
 RUN_SECONDS, MIN_STEPS, MAX_STEPS, WARMUP_STEPS = 4.0, 12, 120, 3
 TARGETS = {"cpu": {"median": 15.0, "p90": 35.0}}
+# Processor seconds of each launch of a calibration, which times the shapes of several models; `planner calibrate` times those of one.
+CALIBRATION_BUDGET = 100.0
 RESULT, LOAD = "result.json", "load.json"
 MEMORY = ("parameters", "gradients", "optimizer", "tables", "table_state", "saved_activations")
 
@@ -382,7 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stage", choices=("all", "calibrate", "predict", "run", "report"), default="all", help="calibrate: cuda only")
     parser.add_argument("--calibration", type=Path, help="use this calibration (default: measure one now)")
     parser.add_argument("--preset", choices=("quick", "full"), default="quick", help="of the calibration")
-    parser.add_argument("--budget", type=float, help="seconds of processor time of each launch of the calibration (default: the preset's)")
+    parser.add_argument("--budget", type=float, default=CALIBRATION_BUDGET, help="seconds of processor time of each launch of the calibration")
     parser.add_argument("--work", type=Path, help="folder for plans and runs (default: out/fidelity-DEVICE)")
     parser.add_argument("--resume", action="store_true", help="keep what the work folder holds, merge into the result file")
     parser.add_argument("--quiet", type=float, default=0.08, help="share of the cores that others may use during a run")

@@ -84,6 +84,8 @@ CPU = Space(
     off_grid=(
         {"dim": 40, "heads": 1, "mlp_factor": 3, "num_tables": 1, "rows": 1000, "table_dim": 24, "maximum": 30, "global_batch": 192},
         {"dim": 88, "heads": 4, "mlp_factor": 2, "num_tables": 3, "rows": 6000, "table_dim": 40, "maximum": 80, "length_kind": "lognormal"},
+        {"dim": 56, "heads": 2, "depth": 2, "mlp_factor": 0, "rows": 3000, "table_dim": 24, "maximum": 65, "length_kind": "fixed",
+         "global_batch": 384},
     ),
 )
 SPACES = {space.name: space for space in (CPU,)}

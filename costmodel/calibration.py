@@ -2,10 +2,12 @@
 
 One curve per (op, variant, phase, dtype, active ranks). With the reference
 
-    r = max(FLOPs / peak, bytes / bandwidth) + c        c >= 0: the fixed cost, by relative least squares
-    y = log(seconds / r)                                minus the logarithm of utilisation
+    r = a max(FLOPs / peak, bytes / bandwidth) + b spilled bytes / bandwidth + c
+    y = log(seconds / r)
 
-y is interpolated over the logarithms of the features (`costmodel.krige`). Past the measured box the utilisation at its edge is held. A measured shape
+c >= 0 is the fixed cost, by relative least squares. Where an op has no spilled bytes (`ops.OpKind.spilled`) a = 1 and y is minus the logarithm of
+utilisation; where it has, a, b and c are those of the least relative error. y is interpolated over the logarithms of the features, or of what is made
+of them (`ops.coordinates`, `costmodel.krige`). Past the measured box the utilisation at its edge is held. A measured shape
 returns its measurement, unless that was noisy itself.
 
 Block samples (`block:<kind>`) are compared with the sum of their ops; log(seconds / sum) is interpolated over the block's features in the
@@ -32,7 +34,7 @@ from costmodel.cluster import Device
 from costmodel.codec import DecodeError, content_hash, decode, encode, suggest
 from costmodel.gpu import block_key, timed_ops
 from costmodel.krige import MINIMUM_POINTS, Surface, fit_surface
-from costmodel.ops import KINDS, Op, op
+from costmodel.ops import KINDS, Op, coordinates, op
 from costmodel.quantity import Source, worst
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
 
@@ -49,7 +51,8 @@ EXACT_NOISE = 0.05
 class Curve:
     """Measured points of one op variant. `points`: rows of features, then seconds, host seconds (0 where not measured) and noise.
 
-    fixed: c above [s]; mean, lengths, trend, weights: the interpolant; width: 90 % quantile of |leave-one-out log error|; noise: median MAD / median.
+    fixed, ideal, spilled: c [s], a and b above; mean, lengths, trend, weights: the interpolant; width: 90 % quantile of |leave-one-out log error|;
+    noise: median MAD / median.
     """
 
     op: str
@@ -66,6 +69,13 @@ class Curve:
     weights: Any
     width: float
     noise: float
+    ideal: float = 1.0
+    spilled: float = 0.0
+
+    def reference(self, one: Op, device: Device) -> float:
+        """r above of a single op on `device` [s]."""
+        return (self.ideal * compute.ideal_seconds(one, self.phase, device) + self.spilled * one.spilled(self.phase) / device.memory_bandwidth
+                + self.fixed)
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
@@ -107,7 +117,8 @@ class _Interpolant:
     def __init__(self, curve: Curve) -> None:
         rows, count = [[float(v) for v in row] for row in curve.points], len(curve.features)
         self.curve = curve
-        self.surface = Surface(points=[row[:count] for row in rows], mean=curve.mean, lengths=curve.lengths, trend=curve.trend, weights=curve.weights)
+        self.surface = Surface(points=[coordinates(curve.op, tuple(row[:count])) for row in rows], mean=curve.mean, lengths=curve.lengths,
+                               trend=curve.trend, weights=curve.weights)
         self.exact = {tuple(row[:count]): (row[count], row[count + 1]) for row in rows if row[count + 2] <= EXACT_NOISE}
         self.host = float(np.median([row[count + 1] for row in rows]))
 
@@ -196,9 +207,9 @@ class Calibration:
             source: Source = "measured"
             seconds, host, width = exact[0], exact[1], max(MINIMUM_WIDTH["measured"], 1.7 * curve.noise)
         else:
-            log_ratio, outside = ready.surface.at(np.array(values))
+            log_ratio, outside = ready.surface.at(np.array(coordinates(op.kind, values)))
             source = "extrapolated" if relative or transferred or outside > 0.1 else "interpolated"
-            seconds = math.exp(log_ratio) * (compute.ideal_seconds(one, phase, device) + curve.fixed)
+            seconds = math.exp(log_ratio) * curve.reference(one, device)
             width = max(MINIMUM_WIDTH[source], curve.width + 0.1 * outside)
             host = ready.host
         if op.kind in self.stale_kinds:
@@ -340,17 +351,32 @@ def _fit_curve(key: tuple[str, str, str, str, int], samples: list[Sample], devic
     for sample in samples:
         merged[tuple(float(sample.features[n]) for n in names)].append(sample)
     shapes = sorted(merged)
+    timed = [op(kind, variant=variant, dtype=dtype, **dict(zip(names, shape))) for shape in shapes]
     seconds = np.array([np.median([s.seconds for s in merged[shape]]) for shape in shapes])
     host = [float(np.median([s.host_seconds or 0.0 for s in merged[shape]])) for shape in shapes]
-    ideal = np.array([compute.ideal_seconds(op(kind, variant=variant, dtype=dtype, **dict(zip(names, shape))), phase, device) for shape in shapes])
     noises = np.array([np.median([s.noise for s in merged[shape]]) for shape in shapes])
-    fixed = _fixed_seconds(ideal, seconds)
-    y = np.log(seconds / (ideal + fixed))
-    surface, errors = fit_surface(np.array(shapes), y, noises)
+    ideal = np.array([compute.ideal_seconds(one, phase, device) for one in timed])
+    spilled = np.array([one.spilled(phase) for one in timed]) / device.memory_bandwidth
+    if spilled.any() and len(shapes) >= MINIMUM_POINTS:
+        share, spill, fixed = _work(ideal, spilled, seconds)
+    else:
+        share, spill, fixed = 1.0, 0.0, _fixed_seconds(ideal, seconds)
+    y = np.log(seconds / (share * ideal + spill * spilled + fixed))
+    surface, errors = fit_surface(np.array([coordinates(kind, shape) for shape in shapes]), y, noises)
     noise = float(np.median(noises))
-    return Curve(op=kind, variant=variant, phase=phase, dtype=dtype, active_ranks=ranks, features=names, fixed=fixed, mean=surface.mean,
-                 points=[[*shape, float(s), h, float(e)] for shape, s, h, e in zip(shapes, seconds, host, noises)], lengths=surface.lengths,
-                 trend=surface.trend, weights=surface.weights, width=max(_width(errors, y), 1.7 * noise), noise=noise)
+    return Curve(op=kind, variant=variant, phase=phase, dtype=dtype, active_ranks=ranks, features=names, fixed=fixed, ideal=share, spilled=spill,
+                 mean=surface.mean, points=[[*shape, float(s), h, float(e)] for shape, s, h, e in zip(shapes, seconds, host, noises)],
+                 lengths=surface.lengths, trend=surface.trend, weights=surface.weights, width=max(_width(errors, y), 1.7 * noise), noise=noise)
+
+
+def _work(ideal: np.ndarray, spilled: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+    """a, b, c >= 0 of seconds = a ideal + b spilled + c with the least relative error."""
+    from scipy.optimize import nnls  # takes longer to import than a prediction takes
+
+    scale = np.array([np.median(ideal), np.median(spilled), np.median(seconds)])
+    columns = np.stack([ideal, spilled, np.ones_like(seconds)], axis=1) / scale
+    found = nnls(columns / seconds[:, None], np.ones_like(seconds))[0] / scale
+    return float(found[0]), float(found[1]), float(found[2])
 
 
 def _width(errors: np.ndarray, y: np.ndarray) -> float:

@@ -45,6 +45,8 @@ class OpKind:
     """`features` an op of this kind carries, in order; `phases` it runs in; `variants` allowed (empty tuple: any); cost formulas.
 
     A formula takes (features, variant, bytes of the dtype, phase). `matrix`: runs on matrix units, so its roofline peak is the dtype's own.
+    `spilled`: bytes of what an implementation that does not fuse writes down between its products (attention: scores, padded to the longest
+    history); a fit finds how much of it a device pays for. `coordinates`: what times are interpolated over, by default the features themselves.
     """
 
     features: tuple[str, ...]
@@ -53,6 +55,8 @@ class OpKind:
     flops: Formula
     bytes: Formula
     matrix: bool = False
+    spilled: Formula | None = None
+    coordinates: Callable[[Features], tuple[float, ...]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,11 @@ class Op:
     def bytes(self, phase: str) -> float:
         """Least bytes to and from memory of all `count` repetitions."""
         return self.count * KINDS[self.kind].bytes(dict(self.features), self.variant, dtype_bytes(self.dtype), phase)
+
+    def spilled(self, phase: str) -> float:
+        """Bytes of what is written down between products where nothing is fused, of all `count` repetitions; 0 for most kinds."""
+        formula = KINDS[self.kind].spilled
+        return 0.0 if formula is None else self.count * formula(dict(self.features), self.variant, dtype_bytes(self.dtype), phase)
 
     def times(self, count: int) -> Op:
         """This op `count` times as often."""
@@ -113,6 +122,12 @@ def op(kind: str, *, variant: str = "", dtype: str = "fp32", count: int = 1, **f
             raise ValueError(f"op {kind}: {name} must be finite and >= 0, got {value}")
     dtype_bytes(dtype)
     return Op(kind=kind, variant=variant, features=values, dtype=dtype, count=count)
+
+
+def coordinates(kind: str, values: tuple[float, ...]) -> tuple[float, ...]:
+    """What a kind's times are interpolated over, of its features' values in order."""
+    spec = KINDS[kind]
+    return values if spec.coordinates is None else spec.coordinates(dict(zip(spec.features, values)))
 
 
 def linear(m: float, k: float, n: float, dtype: str = "fp32", count: int = 1) -> Op:
@@ -164,6 +179,11 @@ def _update_bytes(f: Features, variant: str, e: float, _phase: str) -> float:
     return 8 * f["ids"] + 4 * f["ids"] * f["dim"] + 2 * e * f["unique"] * f["dim"] + state
 
 
+def _attention_coordinates(f: Features) -> tuple[float, ...]:
+    """Scores, longest history, how ragged histories are (1 or 2 where all are equally long), heads, width of a head."""
+    return (f["pairs"] * f["heads"], f["longest"], f["tokens"] * f["longest"] / max(f["pairs"], 1.0), f["heads"], f["head_dim"])
+
+
 _BOTH, _ROW, _EMBEDDING = (FORWARD, BACKWARD), ("m", "n"), ("ids", "unique", "dim", "rows", "tables")
 _COLLECTIVE = OpKind(features=("bytes", "group"), phases=(STEP,), variants=(), flops=_zero, bytes=lambda f, v, e, p: f["bytes"])
 
@@ -176,7 +196,8 @@ KINDS: dict[str, OpKind] = {
                   bytes=lambda f, v, e, p: e * f["b"] * (f["m"] * f["k"] + f["k"] * f["n"] + f["m"] * f["n"]) * (1 + (p == BACKWARD))),
     "attention": OpKind(features=("tokens", "pairs", "longest", "heads", "head_dim"), phases=_BOTH, variants=(), matrix=True,
                         flops=lambda f, v, e, p: 4 * f["pairs"] * f["heads"] * f["head_dim"] * (1 + (p == BACKWARD)),
-                        bytes=lambda f, v, e, p: e * f["tokens"] * f["heads"] * f["head_dim"] * (8 if p == BACKWARD else 4)),
+                        bytes=lambda f, v, e, p: e * f["tokens"] * f["heads"] * f["head_dim"] * (8 if p == BACKWARD else 4),
+                        spilled=lambda f, v, e, p: e * f["tokens"] * f["longest"] * f["heads"], coordinates=_attention_coordinates),
     "layer_norm": OpKind(features=_ROW, phases=_BOTH, variants=("",), flops=_zero, bytes=_back(2, 3)),
     "activation": OpKind(features=_ROW, phases=_BOTH, variants=("relu", "gelu", "silu", "sigmoid", "tanh"), flops=_zero, bytes=_back(2, 3)),
     "elementwise": OpKind(features=_ROW, phases=_BOTH, variants=("add", "mul", "cat"), flops=_zero, bytes=_elementwise_bytes),

@@ -59,6 +59,31 @@ def test_a_measured_shape_returns_its_measurement(calibration, device):
             assert (time.seconds, time.source) == (sample.seconds, "measured")
 
 
+def padding_kernel(one, phase):
+    """Seconds of an attention that writes padded scores down and passes over them often: even and ragged histories differ widely."""
+    work = 2 + (phase == BACKWARD)
+    return 4e-4 + work * (one.flops(FORWARD) / 4e10 + 3 * one.spilled(phase) / 1e10)
+
+
+def random_attention(rng, ragged):
+    tokens, longest = round(math.exp(rng.uniform(5, 9))), round(math.exp(rng.uniform(2.5, 4.8)))
+    share = rng.uniform(0.2, 0.6) if ragged else 1.0
+    return attention("hstu", tokens=tokens, longest=longest, pairs=round(tokens * longest / 2 * share), heads=int(rng.choice([1, 2, 4])),
+                     head_dim=int(rng.choice([12, 16, 24, 48])))
+
+
+def test_attention_that_spills_scores_is_fitted_for_even_and_ragged_histories_alike(device):
+    rng = np.random.default_rng(3)
+    timed = [Sample(op="attention", variant="hstu", phase=phase, features=dict(one.features), seconds=padding_kernel(one, phase))
+             for one in (random_attention(rng, i % 3 > 0) for i in range(40)) for phase in (FORWARD, BACKWARD)]
+    fitted = fit(ENVIRONMENT, timed, device=device)
+    assert all(curve.spilled > 1 for curve in fitted.curves)
+    for ragged in (False, True):
+        errors = [math.log(fitted.predict(one, phase).seconds / padding_kernel(one, phase))
+                  for one in (random_attention(rng, ragged) for _ in range(40)) for phase in (FORWARD, BACKWARD)]
+        assert abs(np.mean(errors)) < 0.03 and np.quantile(np.abs(errors), 0.9) < 0.12
+
+
 def test_past_the_grid_utilisation_is_held_and_marked(calibration, device):
     for one in (linear(2**16, 2048, 2048), linear(1, 16, 16)):
         time = calibration.predict(one, FORWARD)

@@ -54,6 +54,12 @@ def test_requests_hold_the_plans_own_shapes_and_keep_some_back(wanted):
     assert {"softmax", "hstu"} == {r.op.variant for r in wanted if r.op.kind == "attention"}
 
 
+def test_points_kept_back_are_of_no_one_kind_of_histories():
+    kept = [r.lengths for r in requests([_plan()]) if r.held_out and r.op.kind == "attention" and len(r.lengths) > 1]
+    even = [len(set(lengths)) == 1 for lengths in kept]
+    assert any(even) and not all(even)
+
+
 def test_requested_shapes_can_exist(wanted):
     for request in wanted:
         features = dict(request.op.features)
