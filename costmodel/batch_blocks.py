@@ -15,6 +15,7 @@ from costmodel.cluster import Device
 from costmodel.compute import DEFAULT_COMPUTE_UTILISATION, DEFAULT_MEMORY_UTILISATION, RANDOM_KINDS, RANDOM_ROWS_UTILISATION, limits, peak_flops
 from costmodel.lower import Pricer
 from costmodel.ops import FORWARD, Op, dtype_bytes
+from costmodel.precision import LOW_PRECISIONS
 
 
 class _Shapes:
@@ -44,7 +45,7 @@ class BlockPrices:
 
     def alike(self, precision: str) -> Hashable:
         """Precisions with equal keys take equal time."""
-        if self.scalar:
+        if self.scalar or precision in LOW_PRECISIONS:
             return precision
         return activation_dtype(precision), dtype_bytes(precision), peak_flops(self.prices.device, precision)
 
@@ -74,7 +75,7 @@ class BlockPrices:
         return np.array([price(batch) for batch in self.batches])
 
     def _sum(self, ops: Sequence[Op], phase: str) -> np.ndarray:
-        return np.broadcast_to(sum(roofline(one, phase, self.prices.device) for one in ops), len(self.batches))
+        return np.broadcast_to(sum(roofline(one, way, self.prices.device) for one, way in self.prices.expanded(ops, phase)), len(self.batches))
 
 
 def roofline(one: Op, phase: str, device: Device) -> np.ndarray:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from costmodel import compute
 from costmodel.blocks import BatchShape, Block, JaggedShape, activation_dtype
@@ -31,6 +31,8 @@ from costmodel.gpu import block_key
 from costmodel.model import DTYPE_BYTES, Model
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
+from costmodel.precision import LOW_PRECISIONS
+from costmodel.precision import parts as low_precision_parts
 from costmodel.quantity import Source, worst
 from costmodel.regions import Region, regions
 from costmodel.sparse import GroupWork, TableLoads, group_work, table_loads
@@ -65,6 +67,12 @@ class Cost:
         return worst(source for _, source, _, _ in self.parts)
 
 
+def _summed(costs: Sequence[Cost]) -> Cost:
+    return Cost(seconds=sum([c.seconds for c in costs]), host_seconds=sum([c.host_seconds for c in costs]), flops=sum([c.flops for c in costs]),
+                bytes=sum([c.bytes for c in costs]), compute_bound=sum([c.compute_bound for c in costs]),
+                parts=tuple([part for c in costs for part in c.parts]))
+
+
 NO_COST = Cost(seconds=0.0, host_seconds=0.0, flops=0.0, bytes=0.0, compute_bound=0.0, parts=())
 
 
@@ -93,6 +101,7 @@ class Pricer:
 
     def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
         self.device, self.calibration, self.execution = plan.cluster.device, calibration, plan.execution
+        self.low_weight_gradients = "low_weight_gradients" in plan.recipe
         self.active_ranks = plan.cluster.devices_per_host if self.device.kind == "cpu" else 1
         if plan.layout.world_size < self.active_ranks:
             self.active_ranks = plan.layout.world_size
@@ -125,13 +134,25 @@ class Pricer:
     def ops(self, ops: Sequence[Op], phase: str) -> Cost:
         """The sum over ops in one phase."""
         costs = [self._costs.get((one, phase)) or self._cost(one, phase) for one in ops]
-        if len(costs) == 1:
-            return costs[0]
-        return Cost(seconds=sum([c.seconds for c in costs]), host_seconds=sum([c.host_seconds for c in costs]), flops=sum([c.flops for c in costs]),
-                    bytes=sum([c.bytes for c in costs]), compute_bound=sum([c.compute_bound for c in costs]),
-                    parts=tuple([part for c in costs for part in c.parts]))
+        return costs[0] if len(costs) == 1 else _summed(costs)
 
     def _cost(self, one: Op, phase: str) -> Cost:
+        made = [self._timed(part, way) for part, way in self.expanded((one,), phase)]
+        cost = self._costs[one, phase] = made[0] if len(made) == 1 else _summed(made)
+        return cost
+
+    def expanded(self, ops: Iterable[Op], phase: str) -> list[tuple[Op, str]]:
+        """(op, phase that it is timed in): linear layers below 16 bits as their quantisations and products (costmodel.precision)."""
+        found: list[tuple[Op, str]] = []
+        for one in ops:
+            if one.kind == "linear" and one.dtype in LOW_PRECISIONS:
+                made = low_precision_parts(one, phase, self.device, low_weight_gradients=self.low_weight_gradients)
+                found += [(part, FORWARD) for part in made]
+            else:
+                found.append((one, phase))
+        return found
+
+    def _timed(self, one: Op, phase: str) -> Cost:
         time, (at_peak, at_bandwidth) = self.time(one, phase), compute.limits(one, phase, self.device)
         cost = self._costs[one, phase] = Cost(
             seconds=time.seconds, host_seconds=self._launch(time.host_seconds), flops=one.flops(phase), bytes=one.bytes(phase),
@@ -214,12 +235,12 @@ class Pricer:
 
 _MAX_PRICERS = 16
 _MAX_BATCHES = 256
-_pricers: dict[tuple[int, int, str, int], tuple[object, Calibration | None, Pricer]] = {}
+_pricers: dict[tuple[int, int, str, int, tuple[str, ...]], tuple[object, Calibration | None, Pricer]] = {}
 
 
 def pricer(plan: Plan, calibration: Calibration | None) -> Pricer:
     """The Pricer of the plan's very cluster, calibration, execution and ranks on a host, made once: candidates of a search share block costs."""
-    key = (id(plan.cluster), id(calibration), plan.execution, min(plan.layout.world_size, plan.cluster.devices_per_host))
+    key = (id(plan.cluster), id(calibration), plan.execution, min(plan.layout.world_size, plan.cluster.devices_per_host), plan.recipe)
     if key not in _pricers:
         if len(_pricers) >= _MAX_PRICERS:
             _pricers.clear()

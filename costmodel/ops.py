@@ -21,6 +21,7 @@ once, `e` = bytes of the dtype:
     fsdp_reduce       0;            8 parameters               the same around its gradients' reduce-scatter
     adamw             0;            28 parameters: p, m, v read and written, gradient read, fp32
     cast              0;            (source + target bytes) mn between fp32 and the dtype
+    quantize          0;            (e + 1) mn + 4m            to 8 bits with a scale a row
     input             0;            8 (samples + events)       host work: a batch built and copied
     collectives       0;            bytes, the whole message   time comes from `costmodel.comms`
 """
@@ -206,6 +207,8 @@ KINDS: dict[str, OpKind] = {
     "bce": OpKind(features=("m",), phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: 12 * f["m"]),
     "cross_entropy": OpKind(features=_ROW, phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: (e + 12) * f["m"] * f["n"]),
     "cast": OpKind(features=_ROW, phases=_BOTH, variants=("",), flops=_zero, bytes=lambda f, v, e, p: (4 + e) * f["m"] * f["n"]),
+    "quantize": OpKind(features=_ROW, phases=(FORWARD,), variants=("",), flops=_zero,
+                       bytes=lambda f, v, e, p: (e + 1) * f["m"] * f["n"] + 4 * f["m"]),
     "unique": OpKind(features=("ids",), phases=(FORWARD,), variants=("",), flops=_zero, bytes=lambda f, v, e, p: 32 * f["ids"]),
     "fsdp_gather": OpKind(features=("parameters", "tensors"), phases=(STEP,), variants=("",), flops=_zero,
                           bytes=lambda f, v, e, p: 8 * f["parameters"]),

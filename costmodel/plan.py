@@ -18,6 +18,8 @@ from costmodel.workload import Workload
 SCHEMA_VERSION = 1
 Precision = Literal["fp32", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8"]
 Checkpoint = Literal["none", "selective", "full", "quantized"]
+RecipeOption = Literal["low_weight_gradients", "stochastic_rounding", "hadamard", "outliers"]
+Wire = Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4"]
 Sharding = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel", "host_cached"]
 Batching = Literal["padded", "jagged", "sorted_buckets", "local", "base_batch_shuffling", "global"]
 
@@ -126,7 +128,9 @@ class Plan:
     `prediction` is an encoded `costmodel.estimate.Estimate`; `predict_only` lists reasons why no code here can execute the plan (empty: executable);
     `search` holds the certificate (status, gaps) where a search made it. `exchange`: what a rank is sent of pooled tables, distinct `rows` (the
     runtime) or bags `pooled` by their owner, one row a bag and row-wise shard (HugeCTR, torchrec); `wire`: number format of what is sent (default:
-    the tables').
+    the tables'), `wire_gradients`: of what comes back (default: as `wire`, bf16 where that is below 16 bits; `costmodel.wire`). `gather`: what FSDP
+    gathers of weight matrices, copies in the compute dtype or `fp8` with a scale a row. `recipe`: what layers below 16 bits do besides
+    (`runtime.precision`). `emulated`: number formats that the device has not, whose numbers are exact and whose speed says nothing.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -141,7 +145,10 @@ class Plan:
     transport: str = "nccl"
     execution: Literal["eager", "compile", "cuda_graph"] = "eager"
     exchange: Literal["rows", "pooled"] = "rows"
-    wire: Literal["fp32", "bf16", "fp16"] | None = None
+    wire: Wire | None = None
+    wire_gradients: Wire | None = None
+    gather: Literal["compute", "fp8"] = "compute"
+    recipe: tuple[RecipeOption, ...] = ()
     regions: tuple[RegionPlan, ...]
     tables: tuple[TablePlacement, ...]
     seed: int = 0
@@ -149,11 +156,12 @@ class Plan:
     prediction: dict[str, Any] = dataclasses.field(default_factory=dict)
     search: dict[str, Any] = dataclasses.field(default_factory=dict)
     predict_only: tuple[str, ...] = ()
+    emulated: tuple[str, ...] = ()
 
     def identity(self) -> str:
         """Content hash of what is executed (not of predictions or certificates)."""
         body = encode(self)
-        for key in ("prediction", "search", "fingerprints"):
+        for key in ("prediction", "search", "fingerprints", "emulated"):
             body.pop(key)
         return content_hash(body)
 
@@ -193,5 +201,5 @@ class Plan:
         return plan
 
 
-__all__ = ["SCHEMA_VERSION", "Batching", "Checkpoint", "Layout", "Plan", "Precision", "RegionOption", "RegionPlan", "Shard", "Sharding",
-           "TablePlacement", "canonical"]
+__all__ = ["SCHEMA_VERSION", "Batching", "Checkpoint", "Layout", "Plan", "Precision", "RecipeOption", "RegionOption", "RegionPlan", "Shard",
+           "Sharding", "TablePlacement", "Wire", "canonical"]

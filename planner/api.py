@@ -18,6 +18,7 @@ from costmodel.codec import encode
 from costmodel.estimate import Estimate
 from costmodel.estimate import estimate as estimate_plan
 from costmodel.plan import Plan
+from costmodel.precision import LOW_PRECISIONS, native
 from planner import calibrate as calibration
 from planner import coverage, runner
 from planner.calibrate import Found, Preset
@@ -26,7 +27,7 @@ from planner.errors import UsageError
 from planner.files import check_writable, replacing
 from planner.run import PLAN_FILE, Run, check_device, check_error, execute, load_plan
 from planner.scenario import ResolvedScenario, load_scenario
-from planner.space import EXECUTABLE, native
+from planner.space import EXECUTABLE
 
 if TYPE_CHECKING:
     from planner.search import SearchResult
@@ -161,7 +162,7 @@ def calibration_needed(reference: Path | str) -> str:
 def formats(scenario: ResolvedScenario) -> tuple[str, ...]:
     """Number formats that a search of the scenario may choose and the runtime executes."""
     excluded = scenario.pins.excluded("precision", "*")
-    return tuple(name for name in EXECUTABLE["precision"] if name not in excluded and native(scenario.cluster.device, name))
+    return tuple(name for name in EXECUTABLE["precision"] if name not in (*excluded, *LOW_PRECISIONS) and native(scenario.cluster.device, name))
 
 
 def subject_plans(scenario: ResolvedScenario) -> list[Plan]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from costmodel.model import TableGroup
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
+from costmodel.precision import emulated, unfit_block
 from costmodel.regions import regions
 from planner.errors import UsageError
 from planner.scenario import ResolvedScenario
@@ -55,7 +56,7 @@ def default_plan(scenario: ResolvedScenario) -> tuple[Plan, tuple[str, ...]]:
         transport=scenario.pins.transport or ("gloo" if scenario.cluster.device.kind == "cpu" else "nccl"),
         **{k: getattr(scenario.pins, k) for k in ("batching", "execution") if getattr(scenario.pins, k) is not None},
     )
-    plan = dataclasses.replace(plan, predict_only=predict_only(plan), fingerprints=plan.expected_fingerprints())
+    plan = dataclasses.replace(plan, predict_only=predict_only(plan), emulated=emulated(plan), fingerprints=plan.expected_fingerprints())
     return plan, tuple(notes)
 
 
@@ -71,6 +72,9 @@ def predict_only(plan: Plan) -> tuple[str, ...]:
             shardings=(t.sharding for t in plan.tables),
         )
     )
+    known = {r.name: r.block for r in regions(plan.model)}
+    reasons |= {f"precision {o.precision} in {r.region}: {why}" for r in plan.regions for o in r.options
+                if (why := unfit_block(known[r.region], o.precision)) is not None}
     if plan.exchange != "rows" or plan.wire is not None:
         reasons.add("exchange: the runtime sends distinct rows in the tables' number format")
     return tuple(sorted(reasons))

@@ -19,6 +19,7 @@ from costmodel.lower import Factors, Lowered, batch_shape, lower, pricer
 from costmodel.memory import BlockMemory, Memory, keeps_unsharded, memory, option_memory
 from costmodel.model import DTYPE_BYTES, TableGroup
 from costmodel.plan import Plan, RegionOption, RegionPlan, TablePlacement
+from costmodel.precision import emulated
 from costmodel.regions import Region, regions
 from costmodel.simulate import simulate
 from costmodel.sparse import expected_unique, ids_per_table, skew, state_bytes
@@ -141,7 +142,7 @@ class Pricing:
             checkpoints=[c.checkpoint for c in used],
             shardings=[t.sharding for t in plan.tables],
         )
-        return dataclasses.replace(plan, predict_only=reasons)
+        return dataclasses.replace(plan, predict_only=reasons, emulated=emulated(plan))
 
     def price(self, plan: Plan, choice: Choice) -> Priced:
         """Simulated time and memory of a placed plan."""

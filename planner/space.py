@@ -20,9 +20,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from costmodel.cluster import Device
 from costmodel.model import TableGroup
 from costmodel.plan import Layout
+from costmodel.precision import LOW_PRECISIONS, native, unfit_block
 from costmodel.regions import Region, regions
 from planner.errors import UsageError
 from planner.scenario import ResolvedScenario
@@ -39,7 +39,7 @@ MIN_COLUMNS = 32
 """Narrowest column shard offered: a row of 32 fp32 values is one 128-byte line; narrower shards read the same lines for less."""
 
 EXECUTABLE = {
-    "precision": ("fp32", "bf16"),
+    "precision": PRECISIONS,
     "checkpoint": ("none", "selective", "full"),
     "sharding": ("table_wise", "row_wise", "column_wise", "table_row_wise"),
     "batching": BATCHINGS,
@@ -47,10 +47,6 @@ EXECUTABLE = {
     "execution": ("eager",),
 }
 PREDICT_ONLY = {
-    "fp8_tensor": "the runtime has no fp8 linear layers yet",
-    "fp8_row": "the runtime has no fp8 linear layers yet",
-    "fp8_block": "the runtime has no fp8 linear layers yet",
-    "mxfp8": "the runtime has no MXFP8 linear layers yet",
     "quantized": "the runtime does not store saved activations in 8 bits yet",
     "data_parallel": "the runtime shards every table",
     "host_cached": "the runtime keeps every table in device memory",
@@ -62,11 +58,13 @@ PREDICT_ONLY = {
 }
 DRIFT = "replicas of the tables drift apart between averages, which changes training; pin layout.sync_every to allow it"
 """Why `sync_every` > 1 is never chosen by itself: it is always faster, and never the same mathematics."""
+UNASKED = "below 16 bits training changes; pin precision, or set search.risk_budget, to allow it"
+"""Why a format below 16 bits is never chosen by itself."""
 EMULATED = ": it converts to another format and back; pin it to allow it"
 RISK = {"fp32": 0.0, "bf16": 1.0, "fp8_block": 2.0, "mxfp8": 2.0, "fp8_row": 2.5, "fp8_tensor": 3.0}
 """Numeric risk of a block under a number format, in bf16 blocks. [Assumed: an ordering by scale granularity, not a
 measurement]"""
-HIGH_PRECISION_KINDS = ("sequence_input", "summary", "heads")
+HIGH_PRECISION_KINDS = ("sequence_input", "summary", "next_event", "heads")
 """Block kinds that keep 16 bits or more: their inputs are raw embeddings or their outputs are logits."""
 
 
@@ -354,19 +352,19 @@ def _reason(what: str, name: str, pinned: str | None, banned: Iterable[str], all
     return None
 
 
-def native(device: Device, precision: str) -> bool:
-    """Whether the device computes in this number format by itself. One that states no formats is taken to have those that it gives a peak for."""
-    return precision in (device.native_formats or tuple(device.peak_flops))
-
-
 def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Excluded], allow: bool) -> tuple[RegionChoice, ...]:
     device, pins = scenario.cluster.device, scenario.pins
     precisions, policies = [], []
     for name in PRECISIONS:
-        reason = _reason("precision", name, pins.option("precision", region.name), pins.excluded("precision", region.name), allow)
-        if reason is None and not native(device, name) and not (name in device.peak_flops and (allow or pins.option("precision", region.name))):
-            why = f"{device.name} has no native {name}" + EMULATED * (name in device.peak_flops)
-            reason = Excluded(what=f"precision {name}", why=why, kind="illegal")
+        pinned = pins.option("precision", region.name)
+        reason = _reason("precision", name, pinned, pins.excluded("precision", region.name), allow)
+        emulates = name in device.peak_flops or name in LOW_PRECISIONS
+        if reason is None and not native(device, name) and not (pinned if name in LOW_PRECISIONS else emulates and (allow or pinned)):
+            reason = Excluded(what=f"precision {name}", why=f"{device.name} has no native {name}" + EMULATED * emulates, kind="illegal")
+        if reason is None and (unfit := unfit_block(region.block, name)) is not None:
+            reason = Excluded(what=f"precision {name} in {region.name}", why=unfit, kind="illegal")
+        if reason is None and name in LOW_PRECISIONS and not (pinned or allow or scenario.search.risk_budget is not None):
+            reason = Excluded(what=f"precision {name}", why=UNASKED, kind="excluded")
         if reason is None and RISK[name] > RISK["bf16"] and region.kind in HIGH_PRECISION_KINDS and pins.option("precision", region.name) is None:
             reason = Excluded(what=f"precision {name} in {region.name}", why="inputs and last layers keep 16 bits or more", kind="illegal")
         if reason:

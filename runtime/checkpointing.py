@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels  # noqa: F401 - registers the operators named below
+import runtime.precision.linear  # noqa: F401 - registers the product below 16 bits
 from costmodel.plan import Checkpoint
 
 EXECUTABLE = ("none", "selective", "full")
@@ -27,6 +28,7 @@ def _saved_operators() -> frozenset:
     return frozenset({
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
         own.attention_forward.default, own.block_attention_forward.default,
+        torch.ops.planner_runtime.low_precision_product.default,
     })
 
 

@@ -19,7 +19,9 @@ Gradients are averaged over all ranks. The ddp axis is reduced by a hook of ours
 mathematics is the same and the wait can be timed.
 
 Precision: `fp32` computes in fp32. `bf16` keeps parameters, gradients' reduction and optimizer in fp32; the block's parameters are cast to
-bf16 when gathered, its floating inputs on entry. One rank is not wrapped: `runtime.mixed_precision` casts a block's parameters there.
+bf16 when gathered, its floating inputs on entry. Below 16 bits linear layers
+quantise those copies (`runtime.precision.linear`), the rest is as under bf16. One rank is not wrapped: `runtime.mixed_precision` casts a
+block's parameters there.
 
 `batching: padded` computes every history of a micro-batch at the length of the longest (`runtime.model.sequence`); other policies only
 choose which rank trains which samples (`runtime.balance`).
@@ -35,14 +37,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from costmodel.plan import Plan, RegionOption
+from costmodel.precision import LOW_PRECISIONS
 from runtime.checkpointing import apply_checkpointing
 from runtime.embedding import ShardedEmbeddings
 from runtime.mesh import Meshes, all_gather_single, reduce_scatter_single, wait
 from runtime.mixed_precision import compute_in
 from runtime.model import GEM
 from runtime.phases import PhaseTimer
+from runtime.precision.linear import use_low_precision
 
-PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, **dict.fromkeys(LOW_PRECISIONS, torch.bfloat16)}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -95,7 +99,7 @@ def needs_fsdp(plan: Plan) -> bool:
 
 
 def block_options(model: GEM, plan: Plan) -> list[tuple[nn.Module, RegionOption]]:
-    """Every block in forward order with its option. Raises ValueError where the plan's regions do not fit the model's."""
+    """Every block in forward order with its option, its linear layers in place for it. Raises ValueError where plan and model do not fit."""
     regions, planned = model.regions(), {r.region: r for r in plan.regions}
     if set(regions) != set(planned) or len(planned) != len(plan.regions):
         raise ValueError(f"regions: the model has {', '.join(regions)}; the plan has {', '.join(r.region for r in plan.regions)}")
@@ -107,7 +111,10 @@ def block_options(model: GEM, plan: Plan) -> list[tuple[nn.Module, RegionOption]
         for (parent, key), option in zip(blocks, options):
             if option.precision not in PARAM_DTYPES:
                 raise ValueError(f"region {name}: precision {option.precision!r} is not executable; the runtime has {', '.join(PARAM_DTYPES)}")
-            found.append((parent.get_submodule(key), option))
+            block = parent.get_submodule(key)
+            if option.precision in LOW_PRECISIONS:
+                use_low_precision(block, option.precision, device=next(block.parameters()).device, options=plan.recipe, region=name)
+            found.append((block, option))
     return found
 
 

@@ -142,9 +142,11 @@ def activation_dtype(precision: str) -> str:
 
 
 class Block(abc.ABC):
-    """One block of a region. Subclasses are immutable after construction and state the source of their formulas."""
+    """One block of a region. Subclasses are immutable after construction and state the source of their formulas. `keeps_16_bits`: linear layers that
+    no precision below 16 bits touches."""
 
     kind: str
+    keeps_16_bits: tuple[str, ...] = ()
 
     @property
     @abc.abstractmethod

@@ -24,6 +24,7 @@ class Experts(LayerBlock):
     kind = "moe"
     uses = ("mlp_dim", "num_experts")
     needs = ("mlp_dim", "num_experts")
+    keeps_16_bits = ("gate",)
 
     def __init__(self, group: LayerGroup, dim: int) -> None:
         self.validate(group)
@@ -40,7 +41,7 @@ class Experts(LayerBlock):
         rows, low, dim, inner, count = batch.samples, activation_dtype(precision), self.dim, self.group.mlp_dim, self.group.num_experts
         expert = (linear(rows, dim, inner, precision), activation("gelu", rows, inner, low), linear(rows, inner, dim, precision),
                   elementwise("mul", rows, dim, low), elementwise("add", rows, dim, low))
-        return (layer_norm(rows, dim, low), linear(rows, dim, count, precision), activation("sigmoid", rows, count, low), *expert * count)
+        return (layer_norm(rows, dim, low), linear(rows, dim, count, low), activation("sigmoid", rows, count, low), *expert * count)
 
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         rows, dim, inner, count = batch.samples, self.dim, self.group.mlp_dim, self.group.num_experts

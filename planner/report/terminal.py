@@ -69,6 +69,8 @@ def plan_tables(plan: Plan) -> Group:
         f"{plan.scenario}: {model.name} on {cluster.name} ({cluster.num_ranks} x {cluster.device.name}), workload {plan.workload.name}",
         plan_line(plan),
     ]
+    if plan.emulated:
+        head += ["emulated:"] + [f"  - {reason}" for reason in plan.emulated]
     if plan.predict_only:
         head += ["predict-only:"] + [f"  - {reason}" for reason in plan.predict_only]
     return Group(

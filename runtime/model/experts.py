@@ -24,6 +24,8 @@ class Expert(nn.Module):
 class Experts(nn.Module):
     """`x + sum_e softmax(Linear(LN(x)))_e Expert_e(LN(x))`, dense: nothing is routed, no expert is left without samples."""
 
+    keeps_16_bits = ("gate",)
+
     def __init__(self, dim: int, layer: LayerGroup) -> None:
         super().__init__()
         self.norm, self.gate = nn.LayerNorm(dim), nn.Linear(dim, layer.num_experts)

@@ -127,7 +127,7 @@ def test_predict_only_reasons_name_each_option(big):
     candidates = build_space(_with(big, pins={"layout": {"sync_every": 4}})).candidates
     assert set(candidates["sync_every"]) == {4} and candidates["sparse_replicas"].min() > 1
     options = {**candidates.options(0), "transport": "ncclx"}
-    reasons = predict_only_reasons(layout=candidates.layout(0), options=options, precisions=["bf16", "fp8_row"], checkpoints=["none"],
+    reasons = predict_only_reasons(layout=candidates.layout(0), options=options, precisions=["bf16", "fp8_row"], checkpoints=["none", "quantized"],
                                    shardings=["table_wise"])
-    assert [r.split(":")[0] for r in reasons] == ["precision fp8_row", "transport ncclx"]
+    assert [r.split(":")[0] for r in reasons] == ["checkpoint quantized", "transport ncclx"]
     assert set(EXECUTABLE["checkpoint"]) == {"none", "selective", "full"}

@@ -1,0 +1,178 @@
+"""Linear layers in 8 bits: forward and the input's gradient, and on request the weights' gradient too.
+
+    y  = Q(x) Q(w)^T + b          contraction over k
+    dx = Q(dy) Q(w^T)^T           contraction over n
+    dw = dy^T x                   in the layer's own dtype, or Q(dy^T) Q(x^T)^T with `low_weight_gradients`
+
+Q quantises along the contraction with the scales of the precision (costmodel.precision has the table, kernels._fp8 the rounding). A square of 32 x 32
+scales is the same for w and w^T. Where the device multiplies the format itself, `torch._scaled_mm` does; elsewhere both factors are restored
+and multiplied: the products are then exact in fp32, which also accumulates.
+
+Recipe: `stochastic_rounding` rounds gradients stochastically (a seed a call), `hadamard` turns both factors by one randomised Hadamard transform
+along the contraction, `outliers` multiplies the columns of x with the largest magnitudes, 1 % of them, in the layer's own dtype beside the rest.
+"""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import torch
+from torch import Tensor, nn
+
+from costmodel.plan import RecipeOption
+from costmodel.precision import LOW_PRECISIONS, unfit
+from kernels import _fp8
+from kernels.norm_quant import HADAMARD_BLOCK, Quantized, quantize
+
+OUTLIER_SHARE = 0.01
+HADAMARD_SEED = 29
+_SCALINGS = {"fp8_tensor": ("tensor_delayed", "tensor_delayed"), "fp8_row": ("rowwise", "rowwise"), "fp8_block": ("block128", "block128"),
+             "mxfp8": ("mxfp8_1x32", "mxfp8_32x32")}
+_calls = itertools.count(1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """An 8-bit precision with its options; `native`: the device multiplies it."""
+
+    precision: str
+    native: bool
+    options: tuple[RecipeOption, ...] = ()
+
+    def __contains__(self, option: str) -> bool:
+        return option in self.options
+
+
+def runs_natively(precision: str, device: torch.device) -> bool:
+    """Whether `torch._scaled_mm` multiplies this format on `device` at the device's own speed: on CUDA from compute capability 8.9, blocks on 9.0,
+    MX formats from 10.0. On CPUs torch 2.13 multiplies row-wise fp8 no faster than fp32 and tensor-wise fp8 a hundred times slower."""
+    if device.type != "cuda":
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    if precision == "fp8_block":
+        return capability == (9, 0)
+    return capability >= ((10, 0) if precision == "mxfp8" else (8, 9))
+
+
+def quantize_factor(x: Tensor, scaling: str, *, seed: int | None = None, hadamard: bool = False) -> Quantized:
+    """`x (M, K)` with scales along K. A tensor-wise scale is that of the tensor itself."""
+    scale = None
+    if scaling == "tensor_delayed":
+        amax = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        scale = _fp8.fp32_scale(amax)[0]
+    return quantize(x, scaling=scaling, scale=scale, hadamard=hadamard, hadamard_seed=HADAMARD_SEED, stochastic_rounding_seed=seed)  # type: ignore[arg-type]
+
+
+def product(a: Quantized, b: Quantized, *, native: bool, dtype: torch.dtype) -> Tensor:
+    """`a (M, K)` times `b (N, K)` transposed, `(M, N)` in `dtype`, accumulated in fp32."""
+    if native:
+        return _scaled_mm(a, b, dtype)
+    if a.values.is_cuda and a.scaling.startswith("mxfp8"):  # e4m3 times a power of two is exact in bf16
+        return (a.dequantize().bfloat16() @ b.dequantize().bfloat16().t()).to(dtype)
+    if a.scaling in ("rowwise", "tensor_delayed"):  # scales are restored behind the product, as the device does
+        out = a.values.float() @ b.values.float().t()
+        return (out * a.scales * b.scales.reshape(1, -1)).to(dtype)
+    return (a.dequantize() @ b.dequantize().t()).to(dtype)
+
+
+def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    scales_a, scales_b = a.scales, b.scales
+    if a.scaling == "block128":  # cuBLAS wants both with the rows adjacent
+        scales_a, scales_b = a.scales.t().contiguous().t(), b.scales.t().contiguous().t()
+    out_dtype = torch.bfloat16 if a.scaling == "rowwise" and dtype == torch.float32 else dtype  # row scales come out in bf16 only
+    out = torch._scaled_mm(a.values, b.values.t(), scale_a=scales_a, scale_b=scales_b.t() if scales_b.dim() else scales_b, out_dtype=out_dtype)
+    return out.to(dtype)
+
+
+@torch.library.custom_op("planner_runtime::low_precision_product", mutates_args=())
+def _low_precision_product(a: Tensor, b: Tensor, precision: str, native: bool, square: bool, seed: int | None, hadamard: bool) -> Tensor:
+    """Quantises `a (M, K)` and `b (N, K)` and multiplies; one operator, so that a checkpoint policy sees one result.
+    square: b takes the weights' scales."""
+    first, second = _SCALINGS[precision]
+    scaled_b = quantize_factor(b, second if square else first, hadamard=hadamard)
+    return product(quantize_factor(a, first, seed=seed, hadamard=hadamard), scaled_b, native=native, dtype=a.dtype)
+
+
+@_low_precision_product.register_fake
+def _(a, b, precision, native, square, seed, hadamard):
+    return a.new_empty((a.shape[0], b.shape[0]))
+
+
+def _multiply(a: Tensor, b: Tensor, recipe: Recipe, *, square: bool, gradient: bool = False) -> Tensor:
+    seed = next(_calls) if gradient and "stochastic_rounding" in recipe else None
+    return torch.ops.planner_runtime.low_precision_product(a, b, recipe.precision, recipe.native, square, seed, "hadamard" in recipe)
+
+
+class _LowPrecisionLinear(torch.autograd.Function):
+    """`x (M, K)`, `weight (N, K)`, bias `(N,)` or None -> `(M, N)` in x's dtype."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe, ctx.has_bias = recipe, bias is not None
+        if "outliers" in recipe and x.numel():
+            columns = _outliers(x)
+            rest = x.index_fill(1, columns, 0.0)
+            out = _multiply(rest, weight, recipe, square=True) + x[:, columns] @ weight[:, columns].t()
+        else:
+            out = _multiply(x, weight, recipe, square=True)
+        return out if bias is None else out + bias
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        recipe, grad = ctx.recipe, grad.contiguous()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = _multiply(grad, weight.t().contiguous(), recipe, square=True, gradient=True)
+        if ctx.needs_input_grad[1]:
+            dw = _weight_gradient(grad, x, recipe)
+        return dx, dw, grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
+    """Samples are the contraction; where their number does not fit the format's blocks, rows of zeros complete it."""
+    if "low_weight_gradients" not in recipe:
+        return grad.t() @ x
+    missing = -x.shape[0] % {"fp8_block": 128, "mxfp8": 32}.get(recipe.precision, 32 if "hadamard" in recipe else 16)
+    dy_t, x_t = (torch.nn.functional.pad(t, (0, 0, 0, missing)).t().contiguous() for t in (grad, x))
+    return _multiply(dy_t, x_t, recipe, square=False, gradient=True)
+
+
+def _outliers(x: Tensor) -> Tensor:
+    """Columns of `x (M, K)` with the largest magnitudes, 1 % of them and at least one."""
+    return x.abs().amax(0).topk(max(1, math.ceil(OUTLIER_SHARE * x.shape[1]))).indices
+
+
+class LowPrecisionLinear(nn.Linear):
+    """An nn.Linear whose products run under `recipe`; parameters and state are those of nn.Linear."""
+
+    recipe: Recipe
+
+    def forward(self, input: Tensor) -> Tensor:
+        flat = input.reshape(-1, self.in_features)
+        out = _LowPrecisionLinear.apply(flat, self.weight, self.bias, self.recipe)
+        return out.view(*input.shape[:-1], self.out_features)
+
+
+def use_low_precision(block: nn.Module, precision: str, *, device: torch.device, options: tuple[RecipeOption, ...] = (), region: str = "") -> None:
+    """Every linear layer of `block` computes under `precision` from now on. In place; call it before the block is sharded.
+
+    Raises ValueError with the region and the reason where a layer's shape cannot run under it, or where there is none.
+    """
+    if precision not in LOW_PRECISIONS:
+        raise ValueError(f"region {region}: precision {precision!r} is not one of {', '.join(LOW_PRECISIONS)}")
+    kept = getattr(block, "keeps_16_bits", ())
+    layers = [m for name, m in block.named_modules() if type(m) is nn.Linear and name not in kept]
+    if not layers:
+        raise ValueError(f"region {region}: precision {precision}: the region has no linear layer")
+    for layer in layers:
+        if (reason := unfit(precision, layer.in_features, layer.out_features)) is not None:
+            raise ValueError(f"region {region}: {reason}; keep the region at bf16 or change the width")
+        if "hadamard" in options and (layer.in_features % HADAMARD_BLOCK or layer.out_features % HADAMARD_BLOCK):
+            raise ValueError(f"region {region}: recipe hadamard needs multiples of {HADAMARD_BLOCK}, not {layer.in_features} x {layer.out_features}")
+    recipe = Recipe(precision=precision, native=runs_natively(precision, device), options=options)
+    for layer in layers:
+        layer.__class__ = LowPrecisionLinear
+        layer.recipe = recipe  # type: ignore[assignment]

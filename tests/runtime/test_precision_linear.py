@@ -1,0 +1,120 @@
+"""Linear layers in 8 bits: the reference's numbers, gradients, options, refusals, and training under a plan."""
+import copy
+import dataclasses
+
+import pytest
+import runtime_models as models
+import torch
+from torch import nn
+
+from costmodel.blocks import EXPERT_BLOCKS as EXPERT_COSTS
+from costmodel.model import LayerGroup
+from costmodel.plan import Layout
+from costmodel.precision import LOW_PRECISIONS, MULTIPLES, unfit_block
+from kernels import norm_quant
+from runtime.data import open_source
+from runtime.model.registry import EXPERT_BLOCKS
+from runtime.precision.linear import quantize_factor, use_low_precision
+from runtime.trainer import Trainer
+
+CPU = torch.device("cpu")
+SCALINGS = {"fp8_tensor": ("tensor_delayed", "tensor_delayed"), "fp8_row": ("rowwise",) * 2,
+            "fp8_block": ("block128",) * 2, "mxfp8": ("mxfp8_1x32", "mxfp8_32x32")}
+
+
+def layer(precision: str, *options: str, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
+    """(the layer under `precision`, the same at its own precision)."""
+    torch.manual_seed(3)
+    plain = nn.Linear(256, 128, bias=bias)
+    low = copy.deepcopy(plain)
+    use_low_precision(low, precision, device=CPU, options=options)
+    return low, plain
+
+
+def restored(x: torch.Tensor, scaling: str) -> torch.Tensor:
+    scale = x.abs().max() / 448 if scaling == "tensor_delayed" else None
+    return norm_quant.quantize(x, scaling=scaling, scale=scale).dequantize().double()
+
+
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
+def test_products_are_those_of_the_quantised_factors(precision):
+    low, plain = layer(precision)
+    x, grad = torch.randn(96, 256, requires_grad=True), torch.randn(96, 128)
+    out = low(x)
+    first, second = SCALINGS[precision]
+    weight = plain.weight.detach()
+    expected = restored(x.detach(), first) @ restored(weight, second).T + plain.bias.detach().double()
+    torch.testing.assert_close(out.detach().double(), expected, rtol=1e-5, atol=1e-5)
+    dx, dw, db = torch.autograd.grad(out, [x, low.weight, low.bias], grad)
+    torch.testing.assert_close(dx.double(), restored(grad, first) @ restored(weight.T.contiguous(), second).T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dw, grad.T @ x.detach())  # weight gradients keep the layer's own dtype
+    torch.testing.assert_close(db, grad.sum(0))
+    assert not torch.equal(out, plain(x))
+
+
+def test_a_square_of_scales_is_the_same_for_a_matrix_and_its_transpose():
+    weight = torch.randn(96, 64) * torch.logspace(-6, 6, 64)
+    direct, turned = (quantize_factor(w, "mxfp8_32x32") for w in (weight, weight.T.contiguous()))
+    assert torch.equal(direct.dequantize().T, turned.dequantize())
+
+
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
+def test_weight_gradients_on_request_and_for_any_number_of_rows(precision):
+    low, plain = layer(precision, "low_weight_gradients")
+    x = torch.randn(37, 256)
+    grads = [torch.autograd.grad(m(x).square().mean(), m.weight)[0] for m in (low, plain)]
+    error = (grads[0] - grads[1]).norm() / grads[1].norm()
+    assert 1e-3 < error < 0.1
+
+
+def test_options_do_what_they_are_for():
+    """Outlier columns cost a tensor-wise scale its small values; multiplying them apart brings them back, a Hadamard transform spreads them."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 256)
+    x[:, 7] *= 1e5
+    errors = {}
+    for options in ((), ("outliers",)):
+        low, plain = layer("fp8_tensor", *options)
+        low.weight.data[:, 7] = plain.weight.data[:, 7] = 0.0  # what is left of the output comes from the small values
+        errors[options] = ((low(x) - plain(x)).norm() / plain(x).norm()).item()
+    assert errors["outliers",] < 0.05 < 0.25 < errors[()]
+    turned, plain = layer("mxfp8", "hadamard")
+    assert 0.001 < (turned(x) - plain(x)).norm() / plain(x).norm() < 0.1
+    low, _ = layer("fp8_row", "stochastic_rounding")
+    leaf = x[:, :].clone().requires_grad_()
+    runs = [torch.autograd.grad(low(leaf), leaf, torch.ones(64, 128) * torch.rand(128))[0] for _ in range(2)]
+    assert not torch.equal(*runs) and torch.equal(low(x), low(x))  # gradients only
+
+
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
+def test_shapes_that_cannot_run_are_refused_with_the_reason(precision):
+    width = MULTIPLES[precision] + 8
+    with pytest.raises(ValueError, match=rf"region r: a linear layer of {width} inputs .* {precision} needs multiples of {MULTIPLES[precision]}"):
+        use_low_precision(nn.Sequential(nn.Linear(width, MULTIPLES[precision])), precision, device=CPU, region="r")
+    with pytest.raises(ValueError, match="no linear layer"):
+        use_low_precision(nn.LayerNorm(4), precision, device=CPU)
+
+
+def test_the_router_of_experts_keeps_16_bits():
+    group = LayerGroup(kind="moe", num_experts=3, mlp_dim=64)
+    module = EXPERT_BLOCKS["moe"](64, group)
+    use_low_precision(module, "mxfp8", device=CPU)
+    assert type(module.gate) is nn.Linear and type(module.experts[0].up) is not nn.Linear
+    assert unfit_block(EXPERT_COSTS["moe"](group, 64), "mxfp8") is None
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+def test_a_plan_trains_near_bf16_and_keeps_as_much(checkpoint):
+    spec = models.model((models.LAYERS["llama"][1],))
+    losses, saved = {}, {}
+    for precision in ("bf16", "fp8_row", "mxfp8"):
+        plan = models.plan(Layout(), model_spec=spec, precision="bf16", checkpoint=checkpoint)
+        regions = tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(o, precision=precision) for o in r.options))
+                        if r.region == "history.0" else r for r in plan.regions)
+        trainer = Trainer(dataclasses.replace(plan, regions=regions), open_source(spec, plan.workload, seed=1), device=CPU)
+        trainer.train(5)
+        losses[precision], saved[precision] = trainer.losses, trainer.saved_activations
+    assert losses["fp8_row"] == pytest.approx(losses["bf16"], rel=1e-2)
+    assert losses["mxfp8"] == pytest.approx(losses["bf16"], rel=1e-2)
+    assert losses["bf16"] != losses["fp8_row"] != losses["mxfp8"]
+    assert saved["fp8_row"] == saved["mxfp8"] == saved["bf16"]
