@@ -4,8 +4,9 @@ CPU ranks: the main thread is the device, and a span of it is
 
     inside phase:exposed_communication    communication; up to when the last peer began to wait too, waiting for that peer
     inside phase:input                    input
-    an op without children                compute (products, attention, convolution) or memory_bound (the rest); inside `recompute`: recompute
-    anything else inside a phase          host: Python, and ops that only dispatch to others; so are the first DISPATCH_SECONDS of an op
+    an op, outside of its children        compute (products, attention, convolution) or memory_bound (the rest); inside `recompute`: recompute
+    anything else inside a phase          host: Python, and ops written in it; so are the first DISPATCH_SECONDS of an op and of what it does between
+                                          two children
     outside phases                        unattributed
 
 GPU ranks: kernels are the device, NCCL's kernels the tiers; copies to the device and the input phase are input; the main thread inside a
@@ -35,6 +36,7 @@ _SHOWN_SECONDS = 20e-6
 _PRODUCT = re.compile(r"mm|matmul|attention|conv|flash|gemm|cutlass|cublas|sm90|sm100|xmma|wgmma|einsum", re.I)
 _NO_WORK = re.compile(r"aten::(view|_unsafe_view|reshape|empty\w*|as_strided\w*|detach|t|transpose|permute|expand|select|slice|unsqueeze|squeeze|"
                       r"split\w*|resolve_conj|resolve_neg|unbind|alias|resize_|lift_fresh|item|_local_scalar_dense|narrow|chunk|result_type|is_nonzero)$|^detach")
+_DISPATCHERS = ("phase:", "region:", "step:", "recompute", "FSDP::", "autograd::", "c10d::")
 _NCCL = re.compile(r"nccl", re.I)
 
 
@@ -169,7 +171,8 @@ def _cpu_parts(name: str, inside: _Inside, start: float, stop: float, tier: str,
         return [(INPUT, start, stop)]
     if not inside.phase:
         return []
-    if inside.parent or name.startswith(("phase:", "region:", "step:", "recompute", "FSDP::", "autograd::", "c10d::")) or _NO_WORK.search(name):
+    # a C++ op with others inside still works itself (addmm adds its bias in one of its own); what is written in Python only dispatches
+    if (inside.parent and not name.startswith("aten::")) or name.startswith(_DISPATCHERS) or _NO_WORK.search(name):
         return [(HOST_TIME, start, stop)]
     work = min(start + DISPATCH_SECONDS, stop)
     parts = [(HOST_TIME, start, work)]

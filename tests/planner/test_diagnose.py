@@ -74,6 +74,22 @@ def test_padding_is_a_share_of_device_time(folder):
     assert found.binding == "load_balance"
 
 
+def test_an_op_with_others_inside_works_itself(folder):
+    """addmm multiplies in its own time after a copy of its bias; an op written in Python only dispatches."""
+    body = cpu_rank(0)
+    inside = [e for e in body["traceEvents"] if e["name"] == "aten::mm"]
+    for op in inside:
+        op["name"] = "aten::addmm"
+        body["traceEvents"].append({**op, "name": "aten::copy_", "dur": 1e3})
+    write(folder, body)
+    found = seconds(diagnose(folder))
+    assert found["compute"] == pytest.approx(29, abs=0.1) and found["memory_bound"] == pytest.approx(21, abs=0.1)
+    for op in inside:
+        op["name"] = "own::addmm"
+    write(folder, body)
+    assert seconds(diagnose(folder)).get("compute", 0.0) == 0
+
+
 def test_a_gpu_trace(tmp_path):
     path, = write(tmp_path, gpu_rank())
     found = diagnose(path)
