@@ -24,7 +24,7 @@ from costmodel.regions import regions
 from planner.errors import UsageError
 from planner.files import write_text
 
-TORCHREC_TESTED, TORCHTITAN_TESTED = "1.8", "0.2"
+TORCHREC_TESTED, TORCHTITAN_TESTED = "1.8", "0.2.2"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,8 @@ def _torchtitan(plan: Plan, _plan_file: Path) -> tuple[dict[str, str], list[str]
         missing.append("execution cuda_graph")
     if not regions(plan.model):
         missing.append("the model has no dense region")
-    return {"torchtitan.toml": _comment(missing, "torchtitan's configuration") + "\n".join(lines) + "\n"}, missing
+    head = f"# For torchtitan {TORCHTITAN_TESTED}: --job.config_file torchtitan.toml. From 0.3 on it reads Python configurations instead.\n"
+    return {"torchtitan.toml": head + _comment(missing, "torchtitan's configuration") + "\n".join(lines) + "\n"}, missing
 
 
 TARGETS: dict[str, Callable[[Plan, Path], tuple[dict[str, str], list[str]]]] = {

@@ -5,9 +5,12 @@ import json
 
 import pytest
 
+from costmodel.accounting import simulate_ranks
 from planner.cli import main
+from planner.configure import default_plan
 from planner.diagnose import diagnose
 from planner.report import timeline
+from planner.scenario import load_scenario
 from tests.planner.made_traces import cpu_rank, gpu_rank, write
 from tests.planner.test_cli import TINY
 
@@ -47,6 +50,39 @@ def test_predicted_and_measured_ranks_stand_side_by_side(body):
     assert ends[2] == pytest.approx(240e3, rel=1e-6)  # two steps of 120 ms
     goes = [e for e in document["traceEvents"] if e.get("cat") == "synchronisation" and e["pid"] == 2]
     assert sum(e["dur"] for e in goes) == pytest.approx(40e3)
+
+
+def test_the_format_that_viewers_parse(body):
+    """Chrome's keys and Kineto's: complete events ascend on their thread, arrows have both ends, HTA finds a rank, a step and streams."""
+    document, _ = body
+    assert '"rank": 0' in json.dumps(document["distributedInfo"]) and document["schemaVersion"] == 1
+    needed = {"X": {"cat", "name", "pid", "tid", "ts", "dur"}, "M": {"name", "pid", "args"}, "s": {"id", "cat", "name", "pid", "tid", "ts"}}
+    needed["f"] = needed["s"] | {"bp"}
+    for event in document["traceEvents"]:
+        assert needed[event["ph"]] <= set(event), event
+    for spans in threads(document["traceEvents"]).values():
+        assert spans == sorted(spans)
+    kernels = [e for e in document["traceEvents"] if e.get("cat") == "kernel" and "stream" in e.get("args", {})]
+    assert kernels and {e["pid"] for e in kernels} == {0} and all(e["args"]["correlation"] > 0 for e in kernels)
+    assert any(e["name"].startswith("ncclDevKernel ") for e in kernels)
+    assert {e["name"] for e in document["traceEvents"] if e.get("cat") == "user_annotation"} == {"ProfilerStep#0", "ProfilerStep#1"}
+
+
+def test_arrows_go_from_a_launch_to_its_kernel(tmp_path):
+    plan = default_plan(load_scenario("gem-8xh200", with_variants=False))[0]
+    path = timeline.write(tmp_path / timeline.FILE, simulate_ranks(plan, None), ())
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
+    assert len(starts) > 10 and starts.keys() == ends.keys()
+    assert all(starts[i]["ts"] <= ends[i]["ts"] and starts[i]["pid"] == ends[i]["pid"] for i in starts)
+    inside = {(e["pid"], e["tid"], e["ts"]): e["cat"] for e in events if e["ph"] == "X"}
+    for arrows, category in ((starts, "cuda_runtime"), (ends, "kernel")):
+        assert {inside[e["pid"], e["tid"], e["ts"]] for e in arrows.values()} == {category}
+
+
+def test_the_rank_is_written_as_hta_looks_for_it(tmp_path, body):
+    path = timeline.write(tmp_path / "t.json.gz", body[1].ranks, body[1].steps)
+    assert b'"rank": 0' in gzip.decompress(path.read_bytes())[:200]
 
 
 def test_kernels_keep_their_streams(tmp_path):
