@@ -20,6 +20,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from costmodel.blocks.base import QUANTIZED
 from costmodel.model import TableGroup
 from costmodel.plan import Layout
 from costmodel.precision import LOW_PRECISIONS, native, unfit_block
@@ -28,7 +29,7 @@ from planner.errors import UsageError
 from planner.scenario import ResolvedScenario
 
 PRECISIONS = ("fp32", "bf16", "fp8_row", "fp8_tensor", "fp8_block", "mxfp8")
-CHECKPOINTS = ("none", "selective", "full", "quantized")
+CHECKPOINTS = ("none", "selective", "full", "quantized", "quantized4")
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel", "host_cached")
 BATCHINGS = ("jagged", "padded", "local", "sorted_buckets", "base_batch_shuffling", "global")
 TRANSPORTS = ("nccl", "ncclx", "copy_engine", "gloo")
@@ -40,14 +41,13 @@ MIN_COLUMNS = 32
 
 EXECUTABLE = {
     "precision": PRECISIONS,
-    "checkpoint": ("none", "selective", "full"),
+    "checkpoint": CHECKPOINTS,
     "sharding": ("table_wise", "row_wise", "column_wise", "table_row_wise"),
     "batching": BATCHINGS,
     "transport": ("nccl", "gloo"),
     "execution": ("eager",),
 }
 PREDICT_ONLY = {
-    "quantized": "the runtime does not store saved activations in 8 bits yet",
     "data_parallel": "the runtime shards every table",
     "host_cached": "the runtime keeps every table in device memory",
     "ncclx": "NCCLX is not part of PyTorch's releases",
@@ -64,6 +64,8 @@ EMULATED = ": it converts to another format and back; pin it to allow it"
 RISK = {"fp32": 0.0, "bf16": 1.0, "fp8_block": 2.0, "mxfp8": 2.0, "fp8_row": 2.5, "fp8_tensor": 3.0}
 """Numeric risk of a block under a number format, in bf16 blocks. [Assumed: an ordering by scale granularity, not a
 measurement]"""
+SAVED_RISK = {"quantized": 1.5, "quantized4": 10.0}
+"""Numeric risk that saved activations in 8 or 4 bits add: they enter weight gradients. [Assumed]"""
 HIGH_PRECISION_KINDS = ("sequence_input", "summary", "next_event", "heads")
 """Block kinds that keep 16 bits or more: their inputs are raw embeddings or their outputs are logits."""
 
@@ -377,13 +379,23 @@ def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Exclud
             log.append(reason)
         else:
             policies.append(name)
+    lossy = [p for p in policies if p in QUANTIZED]
+    if lossy and not (pins.option("checkpoint", region.name) or allow or scenario.search.risk_budget is not None):
+        log += [Excluded(what=f"checkpoint {p}", why=UNASKED.replace("precision", "checkpoint"), kind="excluded") for p in lossy]
+        policies = [p for p in policies if p not in QUANTIZED]
     if not precisions or not policies:
         mine = [e for e in log if e.what.startswith(("precision", "checkpoint"))]
         raise UsageError(
             f"scenario {scenario.name}: region {region.name} has no "
             f"{'precision' if not precisions else 'checkpoint policy'} left: " + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in mine))
         )
-    return tuple(RegionChoice(precision=p, checkpoint=c, risk=RISK[p]) for p in precisions for c in policies)
+    if "fp32" in precisions and lossy:
+        log.append(Excluded(what=f"checkpoint {', '.join(lossy)} under fp32", why="activations are quantised from 16 bits", kind="illegal"))
+    found = tuple(RegionChoice(precision=p, checkpoint=c, risk=RISK[p] + SAVED_RISK.get(c, 0.0)) for p in precisions for c in policies
+                  if not (p == "fp32" and c in QUANTIZED))
+    if not found:
+        raise UsageError(f"scenario {scenario.name}: region {region.name}: {', '.join(policies)} needs a precision of 16 bits or less, not fp32")
+    return found
 
 
 def table_choices(

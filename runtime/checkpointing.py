@@ -4,7 +4,7 @@
     selective   outputs of matrix products and attention stay; norms, activations and copies run again
     full        only the block's inputs stay; the whole forward runs again
 
-`quantized` belongs to the precision recipes and is not executable here.
+`quantized` and `quantized4` keep everything in fewer bits: `runtime.precision.saved`.
 """
 from __future__ import annotations
 

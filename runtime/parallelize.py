@@ -45,6 +45,7 @@ from runtime.mixed_precision import compute_in
 from runtime.model import GEM
 from runtime.phases import PhaseTimer
 from runtime.precision.linear import use_low_precision
+from runtime.precision.saved import QUANTIZED_POLICIES, quantize_saved
 
 PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, **dict.fromkeys(LOW_PRECISIONS, torch.bfloat16)}
 
@@ -83,9 +84,14 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
 def _transform(block: nn.Module, option: RegionOption, *, compiled: bool, cast: bool) -> None:
     """Checkpointing, compilation and, with `cast`, precision of one block. What runs again in backward must find parameters cast as well: eagerly the
     cast is inside the checkpoint; a compiled block keeps what it needs in its graph, and the cast stays outside the compiler."""
+    if option.checkpoint in QUANTIZED_POLICIES:
+        if compiled:
+            raise ValueError(f"checkpoint policy {option.checkpoint!r} is not executable in compiled blocks; use execution eager")
+        quantize_saved(block, option.checkpoint, PARAM_DTYPES[option.precision])
     if cast and not compiled:
         compute_in(block, PARAM_DTYPES[option.precision])
-    apply_checkpointing(block, option.checkpoint)
+    if option.checkpoint not in QUANTIZED_POLICIES:
+        apply_checkpointing(block, option.checkpoint)
     if compiled and not cast:
         block.compile(dynamic=True)
     elif compiled:

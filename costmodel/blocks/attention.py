@@ -61,7 +61,7 @@ class SelfAttention(SequenceBlock):
         own = (
             *norm_saved("norm", rows, dim, INPUT),
             Saved("qkv.input", rows * dim, CHEAP, rows=rows),
-            Saved("qkv", rows * 3 * width, MATRIX, rows=rows),
+            Saved("qkv", rows * 3 * width, MATRIX, rows=3 * rows),
             Saved("attention", rows * width, MATRIX, rows=rows),
             *((Saved("attention.lse", rows * self.group.heads, MATRIX, FP32_BYTES),) if self.keeps_lse else ()),
             Saved("out", rows * dim, DROPPED, rows=rows),
@@ -149,7 +149,7 @@ class Hstu(SequenceBlock):
         return (
             *norm_saved("norm", rows, dim, INPUT),
             Saved("uvqk.input", rows * dim, CHEAP, rows=rows),
-            Saved("uvqk", rows * 4 * width, MATRIX, rows=rows),
+            Saved("uvqk", rows * 4 * width, MATRIX, rows=4 * rows),
             Saved("u", rows * width, CHEAP, rows=rows),
             *norm_saved("out_norm", rows, width, MATRIX),
             Saved("normed", rows * width, CHEAP, rows=rows),

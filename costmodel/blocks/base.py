@@ -5,7 +5,8 @@ Checkpoint policies, as the runtime executes them:
     none       everything that autograd saves stays until backward
     selective  the block's input and the outputs of matrix ops (linear, attention) stay; norms, activations and elementwise ops run again
     full       only the block's input stays; the whole forward runs again
-    quantized  as none, but every saved tensor of the activation dtype is stored in 8 bits with an fp32 scale per row
+    quantized  as none, but every saved tensor of the activation dtype is stored in 8 bits with an fp32 scale per row, quantised in forward and
+               restored in backward; `quantized4`: in 4 bits with an 8-bit scale per 32 elements (MX4)
 
 A saved tensor has a level: INPUT stays under every policy, MATRIX under none and selective, CHEAP under none only, DROPPED only under selective (a
 matrix op's output that backward itself does not need, kept because the policy is by op). A tensor that two ops save is counted once; a block counts
@@ -23,7 +24,7 @@ import numpy as np
 
 from costmodel.codec import suggest
 from costmodel.model import LayerGroup
-from costmodel.ops import FORWARD, Op, dtype_bytes
+from costmodel.ops import FORWARD, Op, dtype_bytes, op
 from costmodel.workload import Lengths
 
 INPUT, MATRIX, CHEAP, DROPPED = "input", "matrix", "cheap", "dropped"
@@ -32,9 +33,12 @@ _KEPT = {
     "selective": (INPUT, MATRIX, DROPPED),
     "full": (INPUT,),
     "quantized": (INPUT, MATRIX, CHEAP),
+    "quantized4": (INPUT, MATRIX, CHEAP),
 }
 MATRIX_OPS = ("linear", "bmm", "attention")
 FP32_BYTES = 4.0
+MX4_BYTES = 0.5 + 1 / 32
+QUANTIZED = ("quantized", "quantized4")
 _LAYER_FIELDS = ("heads", "head_dim", "mlp_dim", "causal", "window", "divisor", "activation", "block", "num_queries", "num_experts",
                  "options", "sequence")
 _LAYER_DEFAULTS = {f.name: f.default if f.default is not dataclasses.MISSING else {} for f in dataclasses.fields(LayerGroup)}
@@ -193,9 +197,13 @@ class Block(abc.ABC):
                     for f in (dict(op.features) for op in self.forward(batch, precision) if op.kind == "linear")), default=0.0)
 
     def recomputed(self, batch: BatchShape, precision: str, policy: str, forward: tuple[Op, ...] | None = None) -> tuple[Op, ...]:
-        """Ops that run again before this block's backward; `forward`: the block's ops where they are known."""
-        if policy in ("none", "quantized"):
+        """Ops that run again before this block's backward, or that quantise what is saved; `forward`: the block's ops where they are known."""
+        if policy == "none":
             return ()
+        if policy in QUANTIZED:  # written once in forward, read once in backward
+            low = activation_dtype(precision)
+            return tuple(op("quantize", m=t.rows, n=t.elements / t.rows, dtype=low, count=2) for t in self.saved_tensors(batch)
+                         if t.level in _KEPT[policy] and t.bytes_each is None and np.any(t.rows))
         if policy not in _KEPT:
             raise ValueError(f"unknown checkpoint policy {policy!r}{suggest(policy, _KEPT)}")
         return tuple(op for op in forward or self.forward(batch, precision) if policy == "full" or op.kind not in MATRIX_OPS)
@@ -211,6 +219,8 @@ class Block(abc.ABC):
                 continue
             if tensor.bytes_each is not None:
                 total += tensor.elements * tensor.bytes_each
+            elif policy == "quantized4" and np.any(tensor.rows):
+                total += MX4_BYTES * tensor.elements
             elif policy == "quantized" and np.any(tensor.rows):
                 total += tensor.elements + FP32_BYTES * tensor.rows
             else:

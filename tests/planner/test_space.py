@@ -9,6 +9,7 @@ from planner.errors import UsageError
 from planner.scenario import Exclusions, load_scenario
 from planner.space import (
     BATCHINGS,
+    CHECKPOINTS,
     EXECUTABLE,
     SYNC_EVERY,
     TRANSPORTS,
@@ -129,5 +130,5 @@ def test_predict_only_reasons_name_each_option(big):
     options = {**candidates.options(0), "transport": "ncclx"}
     reasons = predict_only_reasons(layout=candidates.layout(0), options=options, precisions=["bf16", "fp8_row"], checkpoints=["none", "quantized"],
                                    shardings=["table_wise"])
-    assert [r.split(":")[0] for r in reasons] == ["checkpoint quantized", "transport ncclx"]
-    assert set(EXECUTABLE["checkpoint"]) == {"none", "selective", "full"}
+    assert [r.split(":")[0] for r in reasons] == ["transport ncclx"]
+    assert set(EXECUTABLE["checkpoint"]) == set(CHECKPOINTS)
