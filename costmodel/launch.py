@@ -63,10 +63,13 @@ def torchrun_command(
     node_rank: int | None = None,
     rdzv_endpoint: str | None = None,
     rdzv_id: str | None = None,
+    max_restarts: int = 0,
     python: str = sys.executable,
 ) -> list[str]:
-    """`python -m torch.distributed.run ... -m module arguments`. Raises ValueError when several hosts have no rendezvous endpoint."""
+    """`python -m torch.distributed.run ... -m module arguments`; all ranks are started again up to `max_restarts` times when one dies. Raises
+    ValueError when several hosts have no rendezvous endpoint."""
     command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks_per_host)]
+    command += ["--max-restarts", str(max_restarts)] if max_restarts else []
     if num_hosts == 1 and rdzv_endpoint is None:
         command.append("--standalone")
     else:

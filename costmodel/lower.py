@@ -411,7 +411,7 @@ class _Builder:
 
     def sparse_forward(self) -> None:
         self.gather_replicas("tables gather forward")
-        if self.plan.layout.sparse_group == 1:
+        if self.plan.layout.sparse_group == 1 and self.loads.fetched is None:
             ops = [op("embedding_lookup", variant=_variant(w), ids=w.ids, unique=w.unique, dim=w.table.dim, rows=w.storage_rows, tables=w.table.count,
                       dtype=w.table.dtype) for w in self.work]
             self.compute("lookup", self.pricer.ops(ops, FORWARD), "sparse")
@@ -422,14 +422,34 @@ class _Builder:
             return
         self.compute("unique ids", self.pricer.ops([op("unique", ids=w.ids) for w in self.work], FORWARD), "sparse")
         # one count a shard: a few bytes, all latency
-        self.collective("counts", "all_to_all", 8.0 * len(self.plan.tables) * 2, group, deps=(), waits=True)
+        if self.loads.served.any():
+            self.collective("counts", "all_to_all", 8.0 * len(self.plan.tables) * 2, group, deps=(), waits=True)
         self.host_sync("splits")
-        self.collective("ids", "all_to_all", 8.0 * sum(w.unique for w in self.work), group, deps=(), waits=True, max_over_mean=self.skewed)
+        self.collective("ids", "all_to_all", 8.0 * sum(w.asked for w in self.work), group, deps=(), waits=True, max_over_mean=self.skewed)
+        self.fetch("host rows", 0)
         served = [op("embedding_lookup", variant="sequence", ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
                      tables=1, dtype=w.table.dtype) for w in self.work if w.served_rows]
         self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
         self.collective("embeddings", "all_to_all", self.wire_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
         self.compute("spread", self.pricer.ops(self._spread(), FORWARD), "sparse")
+
+    def fetch(self, name: str, kind: int) -> None:
+        """Rows from host memory to the device, or back: on a GPU the host reads which and gathers them, then they cross the link; a CPU copies them."""
+        if self.loads.fetched is None or not self.loads.fetched[kind, self.rank]:
+            return
+        num_bytes = float(self.loads.fetched[kind, self.rank])
+        if not self.gpu:
+            width = sum(w.served_width * w.distinct_served for w in self.work) / max(sum(w.distinct_served for w in self.work), 1e-300)
+            rows = num_bytes / (4.0 * width)
+            self.compute(name, self.pricer.ops([op("embedding_lookup", variant="sequence", ids=rows, unique=rows, dim=width, rows=rows, tables=1,
+                                                   dtype="fp32")], FORWARD), "sparse")
+            return
+        self.host_sync(f"{name} wanted")
+        bandwidth = self.plan.cluster.device.host_link_bandwidth or 25e9
+        copy = self.add(Task(name=name, stream=H2D, seconds=num_bytes / bandwidth, phase="sparse", kind="copy", bytes=num_bytes, source="roofline",
+                             deps=_deps(self.last)))
+        self.parts.append(("sparse", "h2d", "roofline", num_bytes / bandwidth, MINIMUM_WIDTH["roofline"]))
+        self.compute(f"{name} wait", NO_COST, "sparse", deps=(copy,))
 
     def pooled_forward(self, group: GroupShape) -> None:
         """Every id goes to its owner, who sends one row a bag back; sizes are known beforehand, so the host reads none."""
@@ -518,19 +538,23 @@ class _Builder:
 
     def sparse_backward(self, last_microbatch: bool) -> None:
         layout = self.plan.layout
-        if layout.sparse_group > 1:
+        if layout.sparse_group > 1 or self.loads.fetched is not None:
             if self.plan.exchange == "rows":
                 self.compute("gather gradients", self.pricer.ops(self._spread(), BACKWARD), "sparse")
             self.collective("gradients", "all_to_all", self.wire_bytes, self.groups["sparse_group"], deps=(), waits=True, max_over_mean=self.skewed)
         if not last_microbatch:
             return
         self.gather_replicas("tables gather backward")
+        if self.loads.replicated:
+            self.collective("tables all-reduce", "all_reduce", 4.0 * self.loads.replicated, self.groups["sparse_group"], deps=(), waits=True)
+        self.fetch("host rows update", 1)
         repeats = self.plan.accumulation
         rows = [(w, w.served_rows if layout.sparse_group > 1 else w.ids) for w in self.work]
         updates = [op("embedding_update", variant=w.table.optimizer, ids=n * repeats, unique=w.distinct_served,
                       dim=w.served_width if layout.sparse_group > 1 else w.table.dim, rows=w.storage_rows, tables=1, dtype=w.table.dtype)
                    for w, n in rows if n]
         self.compute("update", self.pricer.ops(updates, STEP), "sparse")
+        self.fetch("host rows back", 1)
         if layout.sparse_replicas > 1:
             self.average_replicas()
 

@@ -7,7 +7,8 @@ Every parameter `(d0, ...)` is sharded on d0 over the fsdp group, padded: ceil(d
     optimizer              8 bytes x sharded elements (AdamW: two fp32 moments)
     tables, table_state    the fullest rank's shards; rowwise Adagrad 4 bytes a row, Adam 8 bytes a weight, SGD none; an unknown one is an
                            error. Plain 2D: every replica holds its shard whole. Fully sharded 2D: 1 / replicas of it at rest, and the
-                           whole shard of the tables in flight from the gather to the lookup and the update
+                           whole shard of the tables in flight from the gather to the lookup and the update. Host-cached: the rows fetched
+                           at once, on the device; the table and its state in host memory
     saved_activations      per region and checkpoint policy (costmodel/blocks/base.py), of one micro-batch, and what the tables keep for
                            backward: their outputs; with an exchange also the unique rows and every id's place among them
     unsharded_parameters   gathered parameters (fsdp > 1) or copies (below fp32) in their compute dtype; two neighbouring blocks when resharded
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.calibration import Calibration
@@ -56,7 +58,8 @@ _INTERVAL: dict[Source, float] = {"measured": 0.03, "interpolated": 0.05, "extra
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes per rank. categories: the most that each category reaches (not all at once); peak: allocated, with its phase; reserved: what the
-    device must give, context included; limit: what the rank may use."""
+    device must give, context included; limit: what the rank may use. host: bytes of tables in the memory of the fullest host, which must fit too where
+    the cluster states its size."""
 
     categories: dict[str, float]
     peak: Quantity
@@ -64,6 +67,7 @@ class Memory:
     peak_phase: str
     limit: float
     fits: bool
+    host: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +112,8 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     """Memory of the fullest rank; formulas in the module docstring."""
     blocks = block_memories(plan, batch)
     parameters = sum(b.sharded for b in blocks)
-    tables, state = float(loads.weights.max(initial=0.0)), float(loads.state.max(initial=0.0))
+    cached = loads.weights if loads.fetched is None else loads.weights + loads.fetched.max(axis=0)
+    tables, state = float(cached.max(initial=0.0)), float(loads.state.max(initial=0.0))
     in_flight = 0.0
     if plan.layout.fully_sharded_2d and plan.layout.sparse_replicas > 1:
         in_flight = tables + state
@@ -125,14 +130,23 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     overhead, source = _overhead(peak, calibration) if gpu else (0.0, "interpolated")
     width = _INTERVAL[source]
     reserved = peak + overhead
-    limit = plan.cluster.usable_memory
+    limit, host = plan.cluster.usable_memory, host_bytes(plan, loads)
     categories = {
         "parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters, "tables": tables + in_flight, "table_state": state,
         "saved_activations": sum(b.saved for b in blocks) + embeddings, "unsharded_parameters": _unsharded(blocks, plan), "input": inputs,
         "buffers": buffers, "overhead": overhead,
     }
     return Memory(categories=categories, peak=Quantity.relative(peak, width, width, source), peak_phase=peak_phase, limit=limit,
-                  reserved=Quantity.relative(reserved, width, width, source), fits=reserved <= limit)
+                  reserved=Quantity.relative(reserved, width, width, source), host=host,
+                  fits=reserved <= limit and host <= (plan.cluster.host_memory_bytes or math.inf))
+
+
+def host_bytes(plan: Plan, loads: TableLoads) -> float:
+    """Tables and states in the memory of the fullest host; the ranks of a host are consecutive, and groups smaller than a host are alike."""
+    group, each = len(loads.host_weights), plan.cluster.devices_per_host
+    if group <= each:
+        return float(loads.host_weights.sum()) * max(1, min(each, plan.layout.world_size) // max(group, 1))
+    return float(max(loads.host_weights[i:i + each].sum() for i in range(0, group, each)))
 
 
 def keeps_unsharded(layout: Layout) -> bool:
@@ -179,7 +193,7 @@ def input_bytes(plan: Plan, batch: BatchShape) -> float:
 def embedding_bytes(plan: Plan, batch: BatchShape) -> float:
     """What the lookups of one micro-batch keep until their backward."""
     tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
-    exchanged, total = plan.layout.sparse_group > 1 and plan.exchange == "rows", 0.0
+    exchanged, total = (plan.layout.sparse_group > 1 and plan.exchange == "rows") or any(p.sharding == "host_cached" for p in plan.tables), 0.0
     for table in plan.model.tables:
         ids = ids_per_table(table, batch.samples, tokens)
         width = table.dim * DTYPE_BYTES[table.dtype]
@@ -191,10 +205,11 @@ def embedding_bytes(plan: Plan, batch: BatchShape) -> float:
 
 
 def exchange_bytes(plan: Plan, loads: TableLoads) -> float:
-    """Rows sent and received, and their gradients' twin, of the fullest rank; nothing is exchanged in a group of one."""
+    """Rows sent and received, and their gradients' twin, of the fullest rank, and data-parallel tables' gradients; nothing is exchanged in a group of
+    one."""
     if plan.layout.sparse_group == 1:
         return 0.0
-    return 4.0 * float(loads.served.max(initial=0.0)) + 4.0 * float(loads.served.mean())
+    return 4.0 * float(loads.served.max(initial=0.0)) + 4.0 * float(loads.served.mean()) + 4.0 * loads.replicated
 
 
 def _library_bytes(calibration: Calibration | None) -> float:

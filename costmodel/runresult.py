@@ -75,7 +75,8 @@ class RunResult:
     """One run of a plan. `steps` counts optimizer steps from the beginning of training, those before a resume included.
 
     `losses[i]` is the mean loss over the global batch of step `first_step + i` (from 0). `measured` is None where no step came after the
-    warm-up.
+    warm-up. `wall_seconds` is the whole job's by what it went to (`runtime.metrics`), in `attempts` starts of the ranks; `retry`: a failed run may go
+    better when it is started again.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -90,6 +91,8 @@ class RunResult:
     quality: Quality = Quality()
     losses: tuple[float, ...] = ()
     wall_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    attempts: int = 1
+    retry: bool = True
     message: str = ""
 
     def save(self, path: Path | str) -> None:

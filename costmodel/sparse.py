@@ -7,6 +7,10 @@ shards). Of n ids drawn from it
 
 are distinct. In a sparse group of G ranks each rank makes its ids unique and asks the owners; the owner of a table-wise shard serves
 G unique(n) rows of full width, of one of s row-wise shards G unique(n) / s, of one of s column-wise shards G unique(n) rows of dim / s.
+
+A data-parallel table serves its own rank only; its gradient, dense and with a count a row, is all-reduced over the group once a step. A host-cached
+table and its state are in host memory: the distinct rows asked for are fetched to the device for the lookup, and with their state for the update, after
+which they are written back.
 """
 from __future__ import annotations
 
@@ -50,13 +54,15 @@ def expected_unique(rows: int, zipf: float, ids: float) -> float:
 class GroupWork:
     """One table group on one rank and micro-batch: ids drawn by all its tables, their distinct rows, and where they go.
 
-    dim: width of an output row; served_rows, served_width: rows looked up here for the whole sparse group, and their mean width;
+    dim: width of an output row; asked: those of `unique` that other ranks may own; served_rows, served_width: rows looked up here for the whole
+    sparse group, and their mean width;
     storage_rows: rows held here; distinct_served: distinct rows among those of a whole step, which the update touches.
     """
 
     table: TableGroup
     ids: float
     unique: float
+    asked: float
     served_rows: float
     served_width: float
     storage_rows: float
@@ -65,14 +71,18 @@ class GroupWork:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableLoads:
-    """Bytes by rank of a sparse group, `(G,)` each: weights, optimizer state, weights in host memory; served: elements of rows served per
-    micro-batch; held: table group name -> (rows served, elements served, rows held, distinct rows of a step) by rank, `(4, G)`."""
+    """Bytes by rank of a sparse group, `(G,)` each: weights, optimizer state, weights and state in host memory; served: elements of rows sent per
+    micro-batch; held: table group name -> (rows looked up, elements of them, rows held, distinct rows of a step) by rank, `(4, G)`. fetched: bytes from
+    host memory `(2, G)`, for a micro-batch's lookup and for a step's update (as many go back then); replicated: elements of the gradients of
+    data-parallel tables."""
 
     weights: np.ndarray
     state: np.ndarray
     host_weights: np.ndarray
     served: np.ndarray
     held: dict[str, np.ndarray]
+    fetched: np.ndarray | None = None
+    replicated: float = 0.0
 
 
 def ids_per_table(table: TableGroup, samples: float, tokens: dict[str, float]) -> float:
@@ -100,6 +110,7 @@ def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
     """What every rank of a sparse group holds and serves. Raises ValueError unless each table of the model is placed exactly once."""
     group = plan.layout.sparse_group
     weights, state, host, served = (np.zeros(group) for _ in range(4))
+    fetched, replicated = np.zeros((2, group)), 0.0
     held: dict[str, np.ndarray] = {}
     for table, alike in _placed_alike(plan):
         each, ids = DTYPE_BYTES[table.dtype], ids_per_table(table, plan.local_batch, tokens)
@@ -118,16 +129,21 @@ def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
             sent = found[1]
             if sharding == "data_parallel":
                 found[:2] /= group
+                sent = 0.0 * sent
+                replicated += float(rows[0]) * (width + 1) if group > 1 and plan.exchange == "rows" else 0.0
             elif pools:
                 sent = group * plan.local_batch * width * shards
             rows_of += found
-            served += sent if not (pools and sharding == "data_parallel") else 0.0
+            served += sent
             if sharding == "host_cached":
-                host += rows * width * each
+                host += rows * width * each + state_bytes(table, 1.0, width) * rows
+                fetched[0] += expected_unique(table.rows, zipf, ids * group) * share * width * each
+                fetched[1] += distinct * share * (width * each + state_bytes(table, 1.0, width))
             else:
                 weights += rows * width * each
-            state += state_bytes(table, 1.0, width) * rows
-    return TableLoads(weights=weights, state=state, host_weights=host, served=served, held=held)
+                state += state_bytes(table, 1.0, width) * rows
+    return TableLoads(weights=weights, state=state, host_weights=host, served=served, held=held, fetched=fetched if host.any() else None,
+                      replicated=replicated)
 
 
 def _spread(sharding: str, placed: tuple[tuple[tuple[int, ...], int], ...], table: TableGroup, group: int) -> tuple[np.ndarray, np.ndarray, float]:
@@ -211,12 +227,15 @@ def _placed_once(model: Model, placements: tuple[TablePlacement, ...]) -> dict[s
 
 def group_work(plan: Plan, loads: TableLoads, rank: int, tokens: dict[str, float]) -> tuple[GroupWork, ...]:
     """The work of `rank` (its place in the sparse group) by table group."""
-    work = []
+    work, local = [], {p.table for p in plan.tables if p.sharding == "data_parallel"}
     for table in plan.model.tables:
         ids = ids_per_table(table, plan.local_batch, tokens)
         unique = sum(expected_unique(table.rows, skew(table, name, plan.workload), ids) for name in table.names) if plan.workload.zipf else (
             table.count * expected_unique(table.rows, table.zipf, ids))
+        asked = unique
+        if local:
+            asked -= sum(expected_unique(table.rows, skew(table, name, plan.workload), ids) for name in table.names if name in local)
         rows, elements, storage, distinct = loads.held[table.name][:, rank]
-        work.append(GroupWork(table=table, ids=ids * table.count, unique=unique, served_rows=float(rows), storage_rows=float(storage),
+        work.append(GroupWork(table=table, ids=ids * table.count, unique=unique, asked=asked, served_rows=float(rows), storage_rows=float(storage),
                               served_width=float(elements / rows) if rows else float(table.dim), distinct_served=float(distinct)))
     return tuple(work)

@@ -277,8 +277,10 @@ def uniform(model: Model, choice: Mapping[str, RegionChoice]) -> tuple[RegionPla
 def mean_loads(plan: Plan, tokens: Mapping[str, float], scale: float = 1.0) -> TableLoads:
     """What every rank of a sparse group holds and serves when all is spread evenly, with rows served `scale` times over.
 
-    Sharding does not change these means: a rank draws `unique` rows of each table and serves as many (see costmodel.sparse).
+    Sharding does not change these means: a rank draws `unique` rows of each table and serves as many (see costmodel.sparse). Tables that are pinned to
+    data_parallel (those of `plan.tables`) send nothing.
     """
+    local = {p.table for p in plan.tables if p.sharding == "data_parallel"}
     group = plan.layout.sparse_group
     flat = np.ones(group)
     weights = state = served = 0.0
@@ -286,6 +288,7 @@ def mean_loads(plan: Plan, tokens: Mapping[str, float], scale: float = 1.0) -> T
     for table in plan.model.tables:
         ids = ids_per_table(table, plan.local_batch, dict(tokens))
         rows = elements = distinct = 0.0
+        sent = table.count - sum(name in local for name in table.names)
         for name in table.names if plan.workload.zipf else table.names[:1]:
             count = 1 if plan.workload.zipf else table.count
             zipf = skew(table, name, plan.workload)
@@ -295,7 +298,7 @@ def mean_loads(plan: Plan, tokens: Mapping[str, float], scale: float = 1.0) -> T
             distinct += count * expected_unique(table.rows, zipf, ids * group * plan.accumulation) / group * scale
         share = table.count * table.rows / group
         held[table.name] = np.stack([rows * flat, elements * flat, share * flat, distinct * flat])
-        served += elements
+        served += elements * sent / table.count
         weights += share * table.dim * DTYPE_BYTES[table.dtype]
         state += state_bytes(table, 1.0, table.dim) * share
     return TableLoads(weights=weights * flat, state=state * flat, host_weights=0.0 * flat, served=served * flat, held=held)

@@ -236,7 +236,7 @@ def _tree(plan: Plan, made: Estimate, predicted: Accounting, result: RunResult |
                        f"{steps_planned} steps with start-up, checkpoints and failures as the cluster's reliability states them",
                        "the workload states no num_steps"))
     rungs.append(_rung("job", "effective training time, measured", "", _ratio(wall.get("train", 0.0), sum(wall.values())), "measured",
-                       "result.json: training / (training + evaluation + checkpoint); start-up is not in it", no_run))
+                       "result.json: steps that count / the job's wall time (start-up, checkpoints, lost steps, restarts, evaluation)", no_run))
     quality = result.quality if result is not None else None
     rungs.append(_rung("model", "loss of the last step", "", quality.final_loss if quality else None, "measured", "result.json", no_run))
     for task in [h.name for h in plan.model.heads]:

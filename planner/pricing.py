@@ -85,12 +85,14 @@ class Pricing:
         self._slowest: dict[tuple, tuple[dict[str, Factors], float]] = {}
         self._undominated: dict[tuple, tuple[RegionChoice, ...]] = {}
         self._slopes: dict[tuple, dict[Key, float]] = {}
+        self.pinned_tables = tuple(TablePlacement(table=name, sharding="data_parallel") for tied in self.tied for name in tied.tables
+                                   if scenario.pins.option("sharding", name) == "data_parallel")
         self._durations: dict[tuple, dict[str, dict[RegionChoice, dict[Key, float]]]] = {}
 
     # --- plans ---
 
     def base(self, i: int) -> Plan:
-        """Candidate i with the first option everywhere and its tables unplaced."""
+        """Candidate i with the first option everywhere and its tables unplaced, but for those that are pinned to data_parallel."""
         scenario = self.scenario
         return Plan(
             scenario=scenario.name,
@@ -101,7 +103,7 @@ class Pricing:
             layout=self.candidates.layout(i),
             **self.candidates.options(i),
             regions=self.first_options,
-            tables=(),
+            tables=self.pinned_tables,
         )
 
     def slowest(self, plan: Plan) -> tuple[dict[str, Factors], float]:
@@ -313,19 +315,20 @@ class Pricing:
             spread = {c: {"data_parallel": 1.0, "host_cached": 0.0}.get(c.sharding, 1.0 / group) for c in choices}
             on_device = {c: 0.0 if c.sharding == "host_cached" else 1.0 for c in choices}
             state = state_bytes(table, 1.0, table.dim) * table.rows
+            unsent = {c for c in choices if c.sharding == "data_parallel"}
             rows.append(
                 TableRow(
                     name=tied.name,
                     count=len(tied.tables),
                     weights={c: table.rows * table.dim * each * spread[c] for c in choices},
                     shard={c: r * w * each * on_device[c] for c, (r, w) in shards.items()},
-                    state={c: state * max(spread[c], 1.0 / group) for c in choices},
-                    shard_state={c: state_bytes(table, 1.0, w) * r for c, (r, w) in shards.items()},
+                    state={c: state * spread[c] for c in choices},
+                    shard_state={c: state_bytes(table, 1.0, w) * r * on_device[c] for c, (r, w) in shards.items()},
                     served={
                         c: elements
                         * (r / table.rows)
                         * (w / table.dim)
-                        / (group if c.sharding == "data_parallel" else 1.0)
+                        * (c not in unsent)
                         / max(mean_served, 1e-300)
                         for c, (r, w) in shards.items()
                     },
@@ -373,8 +376,8 @@ class Pricing:
             repeat = c.num_shards if c.sharding == "column_wise" else 1
             offloaded = c.sharding == "host_cached"
             loads += [elements * rows / table.rows * width / table.dim] * repeat
-            bytes_ += [state + (0.0 if offloaded else size)] * repeat
-            host += [size if offloaded else 0.0] * repeat
+            bytes_ += [0.0 if offloaded else state + size] * repeat
+            host += [state + size if offloaded else 0.0] * repeat
             spans += [c.sharding == "table_row_wise"] * repeat
             owner += [k] * repeat
         found = place(

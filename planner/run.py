@@ -91,6 +91,8 @@ def command(
     resume: bool = False,
     evaluate: bool = True,
     trace: str | None = None,
+    checkpoint_every: int | None = None,
+    max_restarts: int = 0,
     rendezvous: Rendezvous = Rendezvous(),
 ) -> list[str]:
     """The torchrun command line of a plan."""
@@ -99,6 +101,7 @@ def command(
     arguments += ["--resume"] if resume else []
     arguments += [] if evaluate else ["--no-eval"]
     arguments += ["--trace-steps", trace] if trace is not None else []
+    arguments += ["--checkpoint-every", str(checkpoint_every)] if checkpoint_every is not None else []
     return launch.torchrun_command(
         "runtime.train",
         arguments,
@@ -107,6 +110,7 @@ def command(
         node_rank=rendezvous.node_rank,
         rdzv_endpoint=rendezvous.endpoint,
         rdzv_id=rendezvous.id,
+        max_restarts=max_restarts,
     )
 
 
@@ -117,17 +121,22 @@ def execute(
     resume: bool = False,
     evaluate: bool = True,
     trace: str | None = None,
+    checkpoint_every: int | None = None,
+    max_restarts: int = 0,
     rendezvous: Rendezvous = Rendezvous(),
     ledger: Ledger | None = None,
     on_event: Event = lambda event: None,
 ) -> Run:
-    """Runs the plan in `directory` to its end and appends the ledger's row. `trace`: steps FIRST:END to trace on every rank.
+    """Runs the plan in `directory` to its end and appends the ledger's row. `trace`: steps FIRST:END to trace on every rank. `checkpoint_every`:
+    steps between checkpoints, the last step's aside; `max_restarts`: how often torchrun may start the ranks again, from the newest of them.
 
-    Raises UsageError (the plan does not fit, the folder is in use or cannot be written to),
+    Raises UsageError (the plan does not fit, the folder is in use or cannot be written to, restarts without checkpoints),
     RunFailed (a worker died; what was measured is kept), LedgerError (the row stays in the folder).
     """
     plan, directory = load_plan(directory)
     check_executable(plan, rendezvous=rendezvous)
+    if max_restarts and checkpoint_every is None:
+        raise UsageError("--max-restarts without --checkpoint-every K would begin again at the first step; docs/runtime.md says how K is chosen")
     runner.check_runtime()
     ledger = ledger or Ledger()
     ledger.check()
@@ -136,7 +145,8 @@ def execute(
         return _execute(
             plan,
             directory,
-            command(plan, directory, steps=steps, resume=resume, evaluate=evaluate, trace=trace, rendezvous=rendezvous),
+            command(plan, directory, steps=steps, resume=resume, evaluate=evaluate, trace=trace, checkpoint_every=checkpoint_every,
+                    max_restarts=max_restarts, rendezvous=rendezvous),
             rendezvous=rendezvous,
             ledger=ledger,
             on_event=on_event,

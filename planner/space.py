@@ -42,14 +42,12 @@ MIN_COLUMNS = 32
 EXECUTABLE = {
     "precision": PRECISIONS,
     "checkpoint": CHECKPOINTS,
-    "sharding": ("table_wise", "row_wise", "column_wise", "table_row_wise"),
+    "sharding": SHARDINGS,
     "batching": BATCHINGS,
     "transport": ("nccl", "gloo"),
     "execution": ("eager",),
 }
 PREDICT_ONLY = {
-    "data_parallel": "the runtime shards every table",
-    "host_cached": "the runtime keeps every table in device memory",
     "ncclx": "NCCLX is not part of PyTorch's releases",
     "copy_engine": "copy-engine collectives are not wired into the runtime",
     "compile": "the runtime does not compile its blocks yet",
@@ -417,10 +415,12 @@ def table_choices(
             reason = Excluded(what=f"sharding {sharding}", why="a sparse group of one rank holds every table whole", kind="illegal")
         if reason is None and sharding == "table_row_wise" and group <= local and sharding != pinned:
             reason = Excluded(what=f"sharding {sharding}", why="the sparse group is inside one host: the same as row_wise", kind="illegal")
+        if reason is None and sharding == "data_parallel" and sharding != pinned:
+            reason = Excluded(what=f"sharding {sharding}", why="the search's bound is for tables that are exchanged; pin it", kind="excluded")
         if reason is None and sharding == "host_cached" and not (scenario.cluster.host_memory_bytes and scenario.cluster.device.host_link_bandwidth):
             reason = Excluded(what=f"sharding {sharding}", why="the cluster states no host memory or host link", kind="illegal")
         if reason is None and sharding == "host_cached" and group < scenario.cluster.num_ranks:
-            reason = Excluded(what=f"sharding {sharding} in several replicas", why="what averaging host memory costs is not modelled", kind="illegal")
+            reason = Excluded(what=f"sharding {sharding} in several replicas", why="the runtime does not average tables in host memory", kind="illegal")
         if reason:
             log.append(reason)
             continue

@@ -1,7 +1,8 @@
 """Checkpoints: dense model and optimizer, tables and their state, data position and random state, in one directory a step.
 
-Written with torch.distributed.checkpoint into `ROOT/step-N.tmp`, which becomes `ROOT/step-N` by a rename once every rank has written: a
-checkpoint exists whole or not at all. The newest two are kept.
+The state is copied at once and written by torch.distributed.checkpoint from a thread, over a process group of its own, while training goes on. What
+is written is `ROOT/step-N.tmp`, which becomes `ROOT/step-N` by a rename once every rank has written: a checkpoint exists whole or not at all,
+whenever a process dies. The newest two are kept.
 
 Tables are stored shard by shard under `tables/NAME/ROWS/COLUMNS`, so that another plan can read them: a shard takes its part of every stored shard it
 overlaps. A row-wise Adagrad state that was kept per column shard is averaged by width, which is the state of the whole row.
@@ -13,6 +14,7 @@ import json
 import re
 import shutil
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from costmodel.codec import DecodeError, decode, encode
 from runtime.embedding import ShardedEmbeddings
+from runtime.mesh import background_group
 from runtime.shards import PlacedShard
 
 KEEP = 2
@@ -45,28 +48,66 @@ def latest(root: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def save(root: Path, progress: Progress, *, model, optimizer, embeddings: ShardedEmbeddings) -> Path:
-    """Collective. Returns the checkpoint's directory."""
-    final = root / f"step-{progress.step:08d}"
-    temporary = root / f"{final.name}.tmp"
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank == 0:
+class Saving:
+    """A checkpoint that is being written. `wait` on every rank before the next one is begun and before the process leaves."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._published: Future[None] = Future()
+
+    def wait(self) -> Path:
+        """Collective. The checkpoint's directory, once it is whole; raises what went wrong while it was written."""
+        self._published.result()
+        _barrier()
+        return self.path
+
+    def publish(self, written: Future) -> None:
+        try:
+            written.result()
+            if _rank() == 0:
+                _publish(self.path)
+            self._published.set_result(None)
+        except BaseException as error:
+            self._published.set_exception(error)
+
+
+def save(root: Path, progress: Progress, *, model, optimizer, embeddings: ShardedEmbeddings) -> Saving:
+    """Collective. Returns when the state has been copied; what happens to the model afterwards is not in the checkpoint."""
+    saving = Saving(root / f"step-{progress.step:08d}")
+    temporary = _temporary(saving.path)
+    if _rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         (temporary / "progress.json").write_text(json.dumps(encode(progress)))
     _barrier()
     with embeddings.whole(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns about its own deprecations and about running in one process
-        state = {**_dense_state(model, optimizer), **_table_state(embeddings), f"rng/{rank}": torch.get_rng_state()}
-        dcp.save(state, storage_writer=FileSystemWriter(temporary, single_file_per_rank=True))
-    _barrier()
-    if rank == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        for old in sorted(p for p in root.glob("step-*") if re.fullmatch(r"step-\d+", p.name))[:-KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
-    _barrier()
-    return final
+        state = {**_dense_state(model, optimizer), **_table_state(embeddings), f"rng/{_rank()}": torch.get_rng_state()}
+        written = dcp.async_save(state, storage_writer=FileSystemWriter(temporary, single_file_per_rank=True), process_group=background_group())
+    written.add_done_callback(saving.publish)
+    return saving
+
+
+def set_aside(root: Path) -> None:
+    """Checkpoints of an earlier run become `ROOT.old`, so that a new one is not continued from them."""
+    if root.is_dir():
+        old = root.with_name(f"{root.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        root.rename(old)
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(f"{final.name}.tmp")
+
+
+def _publish(final: Path) -> None:
+    """A step that was saved before, by the attempt that this one continues, is the same and stays."""
+    if final.exists():
+        shutil.rmtree(_temporary(final))
+    else:
+        _temporary(final).rename(final)
+    for old in sorted(p for p in final.parent.glob("step-*") if re.fullmatch(r"step-\d+", p.name))[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def load(path: Path, *, model, optimizer, embeddings: ShardedEmbeddings, fingerprint: str) -> Progress:
@@ -78,7 +119,7 @@ def load(path: Path, *, model, optimizer, embeddings: ShardedEmbeddings, fingerp
     if progress.model != fingerprint:
         raise ValueError(f"{path}: holds model {progress.model}, the plan has {fingerprint}; resume with the plan's own --out or start anew")
     stored = set(FileSystemReader(path).read_metadata().state_dict_metadata)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = _rank()
     dense = _dense_state(model, optimizer)
     random_state = {f"rng/{rank}": torch.get_rng_state()} if f"rng/{rank}" in stored else {}
     with embeddings.whole(write=True), warnings.catch_warnings():
@@ -98,6 +139,10 @@ def _dense_state(model, optimizer) -> dict:
         warnings.simplefilter("ignore")
         model_state, optim_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optim": optim_state}
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _barrier() -> None:
@@ -126,8 +171,9 @@ def _parts(stored, shard: PlacedShard) -> dict[str, Tensor]:
 def _table_state(embeddings: ShardedEmbeddings) -> dict[str, Tensor]:
     if embeddings.meshes.replica:
         return {}  # replicas hold what replica 0 holds
-    return {_key(shard.table, _extent(shard), name): part
-            for stored in embeddings.storages for shard in stored.shards for name, part in _parts(stored, shard).items()}
+    first = embeddings.meshes.sparse_rank == 0
+    return {_key(shard.table, _extent(shard), name): part for stored in embeddings.storages if first or not stored.spec.replicated
+            for shard in stored.shards for name, part in _parts(stored, shard).items()}
 
 
 def _stored_extents(stored: set[str]) -> dict[tuple[str, str], list[Extent]]:

@@ -1,7 +1,7 @@
 """Sharded embedding tables: lookup, exchange, and the optimizer fused into backward on the rank that owns the row.
 
-One rank of a sparse group (nothing is exchanged): ids -> `kernels.embedding` on the storage; the gradient of the output goes straight into the fused
-update. More ranks, per micro-batch and in this order (s = a phase's work, each `wait` is `exposed_communication`):
+One rank of a sparse group without host-cached tables: ids -> `kernels.embedding` on the storage; the gradient of the output goes straight into the
+fused update. Else, one rank exchanging nothing, per micro-batch and in this order (s = a phase's work, each `wait` is `exposed_communication`):
 
     forward    s: keys of every group sorted and made unique; rows counted per shard
                all-to-all of the counts, wait; all-to-all of row numbers (int64), wait
@@ -16,6 +16,10 @@ Gradients are those of the mean loss over the sparse group's samples. With sever
 own copy from its own samples; every `sync_every` steps weights and optimizer state are averaged over the replicas, which for SGD at
 `sync_every = 1` is the update with the global mean gradient. Adagrad then averages an accumulator of per-group squares; nothing is rescaled.
 With fully sharded 2D a replica keeps its part of the copy only and gathers it around lookup and update (`runtime.replicas`).
+
+A data-parallel table is whole on every rank: its rows are looked up where they are asked for; on the last micro-batch its gradient, dense and with
+the number of times that a row occurred, is all-reduced over the sparse group, and every rank makes the same update of the rows that occurred
+anywhere. A host-cached table goes the way of a table-wise one; its owner fetches the rows (`runtime.tables`). Its replicas are not averaged.
 
 Column-wise shards keep a row-wise Adagrad state each, over their own columns, as torchrec does; table-wise and row-wise equal an unsharded table.
 
@@ -37,8 +41,8 @@ from kernels.embedding import embedding_pooled, embedding_sequence
 from runtime.batch import Batch
 from runtime.mesh import Meshes, all_to_all, wait
 from runtime.phases import PhaseTimer
-from runtime.shards import place
-from runtime.tables import DTYPES, build_storages
+from runtime.shards import PlacedShard, place
+from runtime.tables import DTYPES, StoredTable, build_storages
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -58,12 +62,14 @@ class Lookup:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Exchange:
-    """Splits of one micro-batch, on the host: rows this rank asks of each wire shard, and rows each rank asks of this rank's shards."""
+    """Splits of one micro-batch, on the host: rows this rank asks of each wire shard, and rows each rank asks of this rank's shards. `own`: of its
+    copies of data-parallel tables (shard, first unique position, row numbers)."""
 
     begins: list[int]
     counts: list[int]
     asked: list[list[int]]
     received_rows: Tensor
+    own: list[tuple[PlacedShard, int, Tensor]]
 
 
 class ShardedEmbeddings:
@@ -84,13 +90,25 @@ class ShardedEmbeddings:
                 raise ValueError(f"fully_sharded_2d averages at every step; sync_every {sync_every} is not executable with it")
             for stored in self.storages:
                 stored.shard_over(meshes.sparse_replicas, index=meshes.replica, size=meshes.layout.sparse_replicas)
+        if meshes.layout.sparse_replicas > 1 and any(s.host for s in self.layout.storages):
+            names = sorted({s.group for s in self.layout.storages if s.host})
+            raise ValueError(f"table group {names[0]}: host_cached tables are not averaged over {meshes.layout.sparse_replicas} sparse replicas; "
+                             "use one replica or another sharding")
+        self._sends = self.group_size > 1 and bool(self.layout.wire)
+        self._direct = self.group_size == 1 and not any(s.host for s in self.layout.storages)
+        self._exchanged = [s for s in self.storages if not s.spec.replicated]
+        self._by_index = {s.spec.index: s for s in self.storages}
+        self._replicated_gradients = {s.spec.index: torch.zeros((s.spec.num_rows, s.spec.width + 1), device=meshes.device)
+                                      for s in self.storages if s.spec.replicated}
         self.payload = torch.bfloat16 if tables and all(t.dtype == "bf16" for t in tables) else torch.float32
         self.num_steps = 0
         self._pending: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {s.spec.index: [] for s in self.storages}
         self._lookups: list[Lookup] = []
         self._exchange: Exchange | None = None
-        self._boundaries = {t.name: torch.tensor([[s.key_begin, s.key_end] for s in self.layout.of_group(t.name)], device=meshes.device)
-                            for t in tables}
+        mine = [s for s in self.layout.replicated if s.rank == meshes.sparse_rank]
+        self._places = {t.name: (*self.layout.of_group(t.name), *(s for s in mine if s.group == t.name)) for t in tables}
+        self._boundaries = {name: torch.tensor([[s.key_begin, s.key_end] for s in shards], device=meshes.device)
+                            for name, shards in self._places.items()}
         self._wire_per_rank = [sum(s.rank == r for s in self.layout.wire) for r in range(self.group_size)]
 
     # --- forward ---
@@ -100,7 +118,7 @@ class ShardedEmbeddings:
         weights = [s.weight_shard for s in self.storages if s.weight_shard is not None]
         for shard in weights:
             shard.gather(self.timer)
-        if self.group_size == 1:
+        if self._direct:
             self._lookups = [self._local_lookup(t, batch) for t in self.tables]
         else:
             self._lookups = self._exchanged_lookup(batch)
@@ -116,17 +134,19 @@ class ShardedEmbeddings:
         return Lookup(table=table, leaf=_leaf(output, table), rows=rows, offsets=offsets)
 
     def _exchanged_lookup(self, batch: Batch) -> list[Lookup]:
-        lookups, begins, counts, sent = [], {}, {}, {}
+        lookups, begins, counts, sent, own = [], {}, {}, {}, []
         for table in self.tables:
             unique, inverse = torch.unique(table_keys(table, batch), return_inverse=True)
             edges = torch.searchsorted(unique, self._boundaries[table.name]).tolist()
-            for shard, (first, last) in zip(self.layout.of_group(table.name), edges):
+            for shard, (first, last) in zip(self._places[table.name], edges):
                 begins[shard], counts[shard] = first, last - first
                 sent[shard] = unique[first:last] - (shard.key_begin - shard.base)
+                if shard.storage in self._replicated_gradients:
+                    own.append((shard, first, sent[shard]))
             values = torch.empty((unique.numel(), table.dim), dtype=DTYPES[table.dtype], device=self.meshes.device)
             lookups.append(Lookup(table=table, leaf=values, rows=inverse, offsets=batch.offsets.get(table.name), unique=values))
         wire = self.layout.wire
-        self._exchange = self._exchange_rows([begins[s] for s in wire], [counts[s] for s in wire], [sent[s] for s in wire])
+        self._exchange = self._exchange_rows([begins[s] for s in wire], [counts[s] for s in wire], [sent[s] for s in wire], own)
         self._exchange_values({lookup.table.name: lookup.unique for lookup in lookups})
         for lookup in lookups:
             lookup.unique.requires_grad_()
@@ -134,35 +154,46 @@ class ShardedEmbeddings:
             lookup.leaf = _leaf(lookup.output.detach(), lookup.table)
         return lookups
 
-    def _exchange_rows(self, begins: list[int], counts: list[int], sent: list[Tensor]) -> Exchange:
+    def _exchange_rows(self, begins: list[int], counts: list[int], sent: list[Tensor], own: list[tuple[PlacedShard, int, Tensor]]) -> Exchange:
         """Every rank learns how many rows of its shards each rank wants, then which."""
+        rows = torch.cat(sent) if sent else torch.empty(0, dtype=torch.int64, device=self.meshes.device)
+        if not self._sends:
+            return Exchange(begins=begins, counts=counts, asked=[counts] * self.group_size, received_rows=rows, own=own)
         group, device, mine = self.meshes.sparse_group, self.meshes.device, self._wire_per_rank[self.meshes.sparse_rank]
         asked = torch.empty(self.group_size * mine, dtype=torch.int64, device=device)
         splits = [mine] * self.group_size
-        wait(all_to_all(asked, torch.tensor(counts, device=device), splits, self._wire_per_rank, group), self.timer)
+        wait(all_to_all(asked, torch.tensor(counts, dtype=torch.int64, device=device), splits, self._wire_per_rank, group), self.timer)
         asked_of = asked.view(self.group_size, mine).tolist()
         received = torch.empty(sum(map(sum, asked_of)), dtype=torch.int64, device=device)
-        wait(all_to_all(received, torch.cat(sent), [sum(a) for a in asked_of], self._sums_by_rank(counts), group), self.timer)
-        return Exchange(begins=begins, counts=counts, asked=asked_of, received_rows=received)
+        wait(all_to_all(received, rows, [sum(a) for a in asked_of], self._sums_by_rank(counts), group), self.timer)
+        return Exchange(begins=begins, counts=counts, asked=asked_of, received_rows=received, own=own)
+
+    def _swap(self, source: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """All-to-all of elements in the payload's format: `sent[r]` of `source` go to rank r, `received[r]` come from it."""
+        if not self._sends:
+            return source
+        found = torch.empty(sum(received), dtype=self.payload, device=self.meshes.device)
+        wait(all_to_all(found, source, received, sent, self.meshes.sparse_group), self.timer)
+        return found
 
     def _exchange_values(self, unique: dict[str, Tensor]) -> None:
         """Owners look rows up and send them; `unique` is filled in place."""
         outgoing: list[list[Tensor]] = [[] for _ in range(self.group_size)]
-        for stored, pieces in zip(self.storages, self._rows_by_storage()):
-            values = embedding_sequence(stored.weight, torch.cat(pieces)).to(self.payload)
+        for stored, pieces in zip(self._exchanged, self._rows_by_storage()):
+            values = stored.lookup(torch.cat(pieces)).to(self.payload)
             for source, piece in enumerate(values.split([p.numel() for p in pieces])):
                 outgoing[source].append(piece.flatten())
         source = torch.cat([piece for pieces in outgoing for piece in pieces] or [self._empty()])
-        received = torch.empty(sum(self._asking_elements()), dtype=self.payload, device=self.meshes.device)
-        wait(all_to_all(received, source, self._asking_elements(), self._asked_elements(), self.meshes.sparse_group), self.timer)
-        for shard, first, piece in self._pieces(received):
+        for shard, first, piece in self._pieces(self._swap(source, self._asking_elements(), self._asked_elements())):
             unique[shard.group][first:first + piece.shape[0], shard.col_begin:shard.col_end] = piece
+        for shard, first, rows in self._exchange.own:
+            unique[shard.group][first:first + len(rows)] = self._by_index[shard.storage].lookup(rows)
 
     # --- backward ---
 
     def backward(self, *, last_microbatch: bool = True) -> None:
         """From the gradients of the leaves to updated tables. Without `last_microbatch` gradients are kept for the step's update."""
-        if self.group_size == 1:
+        if self._direct:
             for lookup in self._lookups:
                 (stored,) = (s for s in self.storages if s.table.name == lookup.table.name)
                 self._pending[stored.spec.index].append((_leaf_grad(lookup), lookup.rows, lookup.offsets))
@@ -181,19 +212,21 @@ class ShardedEmbeddings:
         assert exchange is not None
         torch.autograd.backward([k.output for k in self._lookups], [_leaf_grad(k) for k in self._lookups])
         for lookup in self._lookups:
-            grads[lookup.table.name] = lookup.unique.grad.to(self.payload).div_(self.group_size)
-        pieces = [grads[s.group][first:first + count, s.col_begin:s.col_end].flatten()
+            grads[lookup.table.name] = lookup.unique.grad.div_(self.group_size)
+        for shard, first, rows in exchange.own:
+            total, grad = self._replicated_gradients[shard.storage], grads[shard.group][first:first + len(rows)]
+            total.index_add_(0, rows, torch.cat([grad.float(), grad.new_ones((len(rows), 1), dtype=torch.float32)], dim=1))
+        pieces = [grads[s.group][first:first + count, s.col_begin:s.col_end].to(self.payload).flatten()
                   for s, first, count in zip(self.layout.wire, exchange.begins, exchange.counts)]
-        received = torch.empty(sum(self._asked_elements()), dtype=self.payload, device=self.meshes.device)
-        wait(all_to_all(received, torch.cat(pieces), self._asked_elements(), self._asking_elements(), self.meshes.sparse_group), self.timer)
+        received = self._swap(torch.cat(pieces or [self._empty()]), self._asked_elements(), self._asking_elements())
         by_source, position = [], 0
         for counts in self._counts_by_storage():
             row = []
-            for stored, count in zip(self.storages, counts):
+            for stored, count in zip(self._exchanged, counts):
                 row.append(received[position:position + count * stored.spec.width].view(count, stored.spec.width))
                 position += count * stored.spec.width
             by_source.append(row)
-        for i, (stored, rows) in enumerate(zip(self.storages, self._rows_by_storage())):
+        for i, (stored, rows) in enumerate(zip(self._exchanged, self._rows_by_storage())):
             grad = torch.cat([row[i] for row in by_source]).to(stored.weight.dtype)
             self._pending[stored.spec.index].append((grad, torch.cat(rows), None))
 
@@ -201,7 +234,7 @@ class ShardedEmbeddings:
         for stored in self.storages:
             for shard in stored.replica_shards:
                 shard.gather(self.timer)
-            pending = self._pending[stored.spec.index]
+            pending = self._reduced(stored) if stored.spec.replicated else self._pending[stored.spec.index]
             self._pending[stored.spec.index] = []
             if pending:
                 grad, rows, offsets = _join(pending)
@@ -213,6 +246,15 @@ class ShardedEmbeddings:
         self.num_steps += 1
         if self.meshes.sparse_replicas is not None and not self.meshes.layout.fully_sharded_2d and self.num_steps % self.sync_every == 0:
             self.average_replicas()
+
+    def _reduced(self, stored: StoredTable) -> list[tuple[Tensor, Tensor, None]]:
+        """The step's gradient of a data-parallel storage over the sparse group: rows that occurred on any rank. Collective."""
+        total = self._replicated_gradients[stored.spec.index]
+        wait(dist.all_reduce(total, group=self.meshes.sparse_group, async_op=True), self.timer)
+        rows = total[:, -1].nonzero().flatten()
+        grad = total[rows, :-1].to(stored.weight.dtype)
+        total.zero_()
+        return [(grad, rows, None)] if len(rows) else []
 
     @contextlib.contextmanager
     def whole(self, *, write: bool = False) -> Iterator[None]:
@@ -258,13 +300,13 @@ class ShardedEmbeddings:
     def _counts_by_storage(self) -> list[list[int]]:
         """`[source][storage]`: rows that `source` asked of each of this rank's storages."""
         mine = [s.storage for s in self.layout.wire if s.rank == self.meshes.sparse_rank]
-        return [[sum(c for c, index in zip(counts, mine) if index == s.spec.index) for s in self.storages] for counts in self._exchange.asked]
+        return [[sum(c for c, index in zip(counts, mine) if index == s.spec.index) for s in self._exchanged] for counts in self._exchange.asked]
 
     def _rows_by_storage(self) -> list[list[Tensor]]:
         """`[storage][source]`: the received row numbers."""
         flat = [count for counts in self._counts_by_storage() for count in counts]
         pieces = self._exchange.received_rows.split(flat) if flat else ()
-        n = len(self.storages)
+        n = len(self._exchanged)
         return [[pieces[source * n + i] for source in range(self.group_size)] for i in range(n)]
 
     def _pieces(self, received: Tensor):

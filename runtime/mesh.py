@@ -80,6 +80,18 @@ def _mesh(device: torch.device, *axes: tuple[str, int]) -> DeviceMesh:
     return _meshes[key]
 
 
+_background: list[dist.ProcessGroup] = []
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for what other threads send, made at the first call, which is collective; None without a process group."""
+    if not dist.is_initialized():
+        return None
+    if not _background:
+        _background.append(dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
+    return _background[0]
+
+
 def start(device: torch.device) -> None:
     """Join the job that torchrun describes, or make a job of one process without torchrun: gloo on CPU, NCCL on CUDA."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -98,6 +110,7 @@ def leave(*owners: list) -> None:
     for owner in owners:
         owner.clear()
     _meshes.clear()
+    _background.clear()
     gc.collect()
     dist.destroy_process_group()
 

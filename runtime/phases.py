@@ -5,7 +5,8 @@ does the reverse. What no phase claims is `other`. On CUDA a boundary is an even
 what the stream spent there, including the time it stood idle because the host was late, and nothing waits for the device inside the step:
 events of a step are read when a later step asks, after they have completed. A step there begins where the one before it ended, so that the
 host's work between them is not lost; `pause()` where something else runs between two steps. The host's own clock at the same boundaries gives
-`host`: the time that the main thread spent in each phase, waits for the device included.
+`host`: the time that the main thread spent in each phase, waits for the device included. `failed_in`: the phases, outermost first, that an exception
+left.
 """
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ class PhaseTimer:
         self._steps: list[list[_Boundary]] = []
         self._last: _Boundary | None = None
         self.host: list[dict[str, float]] = []
+        self.failed_in = ""
 
     def _mark(self, name: str) -> _Boundary:
         """`name` begins now."""
@@ -55,6 +57,9 @@ class PhaseTimer:
         self.enter(name)
         try:
             yield
+        except BaseException:
+            self.failed_in = self.failed_in or " > ".join(self._stack[1:])
+            raise
         finally:
             self.leave(name)
 

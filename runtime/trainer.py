@@ -118,6 +118,8 @@ class Trainer:
         self.phases: list[dict[str, float]] = []
         self.saved_activations: int | None = None
         self.interrupted = False
+        self.checkpoint_seconds: list[float] = []
+        self._saving: checkpoint.Saving | None = None
 
     def _loader(self, start: int) -> Loader:
         cuda = self.device.type == "cuda"
@@ -144,7 +146,7 @@ class Trainer:
                 self._step(batches, report, total)
                 if checkpoint_every and self.step % checkpoint_every == 0 and self.step < total and not self.interrupted:
                     self._read_report(report, total)
-                    self.save(root)
+                    self.save(root, wait=False)
                     self.timer.pause()
             self._read_report(report, total)
         finally:
@@ -222,11 +224,22 @@ class Trainer:
 
     # --- checkpoints ---
 
-    def save(self, root: Path) -> Path:
-        """A checkpoint of the state between two steps. Collective."""
+    def save(self, root: Path, *, wait: bool = True) -> None:
+        """A checkpoint of the state between two steps; without `wait` it is written while training goes on. Collective."""
+        lap = wall_clock()
+        self.settle()
         progress = checkpoint.Progress(step=self.step, position=self.step * self.loader.global_batch, model=content_hash(self.plan.model),
                                        losses=tuple(self.losses))
-        return checkpoint.save(root, progress, model=self.model.dense, optimizer=self.optimizer, embeddings=self.model.embeddings)
+        self._saving = checkpoint.save(root, progress, model=self.model.dense, optimizer=self.optimizer, embeddings=self.model.embeddings)
+        if wait:
+            self.settle()
+        self.checkpoint_seconds.append(lap())
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written. Collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint of this plan or of another plan for the same model and global batch. Collective."""

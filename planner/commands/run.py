@@ -22,6 +22,10 @@ def command(
     trace: Annotated[
         str | None, typer.Option(metavar="FIRST:END", help="torch.profiler trace of these steps (from 0) on every rank.", show_default=False)
     ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="A checkpoint after every K steps, besides the last.", show_default=False)
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Start dead ranks again so often, from the newest checkpoint.")] = 0,
     ledger: LedgerOption = None,
     rdzv_endpoint: Annotated[
         str | None, typer.Option(help="HOST:PORT where several hosts meet; start the command on each.", show_default=False)
@@ -53,6 +57,8 @@ def command(
             resume=resume,
             evaluate=not no_eval,
             trace=trace,
+            checkpoint_every=checkpoint_every,
+            max_restarts=max_restarts,
             rendezvous=meeting,
             ledger=Ledger(ledger),
             on_event=progress.event,

@@ -42,12 +42,13 @@ def layouts(world: int) -> list[Layout]:
             for fsdp in divisors for group in divisors for reshard in (True, False) for full in (False, True) if not full or group < world]
 
 
-def placements(rng: random.Random, group: int) -> tuple[TablePlacement, ...]:
-    found = []
+def placements(rng: random.Random, layout: Layout) -> tuple[TablePlacement, ...]:
+    found, group = [], layout.sparse_group
+    known = [s for s in EXECUTABLE["sharding"] if s != "host_cached" or layout.sparse_replicas == 1]
     for table in model().tables:
         for name in table.names:
-            sharding = rng.choice(EXECUTABLE["sharding"]) if group > 1 else "table_wise"
-            ranks = {"table_wise": (rng.randrange(group),), "column_wise": tuple(rng.sample(range(group), group))}.get(sharding, ())
+            sharding = rng.choice(known) if group > 1 else "table_wise"
+            ranks = {"table_wise": (rng.randrange(group),), "host_cached": (rng.randrange(group),), "column_wise": tuple(rng.sample(range(group), group))}.get(sharding, ())
             found.append(TablePlacement(table=name, sharding=sharding, ranks=ranks))
     return tuple(found)
 
@@ -62,7 +63,7 @@ def draw(world: int, *, seed: int = 0) -> list[Plan]:
         policies = tuple(RegionPlan(region=r.name, options=tuple(RegionOption(count=1, checkpoint=rng.choice(EXECUTABLE["checkpoint"]))
                                                                  for _ in range(r.count))) for r in regions(spec))
         plans.append(models.plan(layout, model_spec=spec, accumulation=1 + i % 2, batching=batchings[i % len(batchings)], regions=policies,
-                                 tables=placements(rng, layout.sparse_group)))
+                                 tables=placements(rng, layout)))
     return plans
 
 

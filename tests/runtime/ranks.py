@@ -127,14 +127,22 @@ def check_tables(world: int, out: Path) -> dict:
     """20 steps of sharded tables against an unsharded copy that sees the whole batch."""
     found = {}
     share, rank = len(LENGTHS) // world, int(os.environ["RANK"])
-    cases = {"table_wise": TABLES, "row_wise": TABLES, "mixed": TABLES, "table_row_wise": TABLES, "column_wise": EXACT}
+    cases = {"table_wise": TABLES, "row_wise": TABLES, "mixed": TABLES, "table_row_wise": TABLES, "column_wise": EXACT, "data_parallel": TABLES,
+             "host_cached": TABLES, "every": TABLES}
     for sharding, tables in cases.items():
         sharded, whole = _build(Layout(fsdp=world, sparse_group=world), tables, sharding), _unsharded(tables)
         for step in range(20):
             _leaf_loss(whole, _part(0, len(LENGTHS), step, tables), len(LENGTHS))
             _leaf_loss(sharded, _part(rank * share, (rank + 1) * share, step, tables), share)
-        found[sharding] = {"difference": _difference(sharded, whole), "moved": _difference(sharded, _unsharded(tables))}
+        device, state, host = (sum(getattr(s, f"{kind}_bytes") for s in sharded.storages) for kind in ("weight", "state", "host"))
+        found[sharding] = {"difference": _difference(sharded, whole), "moved": _difference(sharded, _unsharded(tables)), "device": device,
+                           "state": state, "host": host, "copies": _checksum(sharded)}
     return found
+
+
+def _checksum(embeddings: ShardedEmbeddings) -> float:
+    """Of data-parallel tables, which must be bitwise the same on every rank."""
+    return float(sum(s.weight.double().mul(torch.arange(1, s.weight.shape[1] + 1)).sum() for s in embeddings.storages if s.spec.replicated))
 
 
 def check_replicas(world: int, out: Path) -> dict:
@@ -203,12 +211,18 @@ def check_resume(world: int, out: Path) -> dict:
     first.save(out / "checkpoint")
     found = {"whole": whole.losses}
     other = models.plan(Layout(ddp=world, sparse_group=world), sharding="table_wise", accumulation=2)
-    for name, second_plan in (("same", plan), ("other", other)):
+    every = models.plan(Layout(fsdp=world, sparse_group=world), sharding="every")
+    for name, second_plan in (("same", plan), ("other", other), ("every", every)):
         second = Trainer(second_plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
         second.resume(checkpoint.latest(out / "checkpoint"))
         second.train(6)
         found[name] = second.losses
-    return found
+    first = train(every, 3)
+    first.save(out / "every")
+    second = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
+    second.resume(checkpoint.latest(out / "every"))
+    second.train(6)
+    return found | {"back": second.losses}
 
 
 def main() -> None:

@@ -65,14 +65,15 @@ def cluster(num_ranks: int) -> Cluster:
 
 
 def placements(tables: tuple[TableGroup, ...], group: int, *, sharding: str = "mixed") -> tuple[TablePlacement, ...]:
-    """`mixed`: row-wise and table-wise by turns; on one rank table-wise."""
+    """`mixed`: row-wise and table-wise by turns; `every`: with data-parallel and host-cached ones; on one rank table-wise or host-cached."""
+    turns = {"mixed": ("row_wise", "table_wise"), "every": ("row_wise", "table_wise", "data_parallel", "host_cached")}.get(sharding, (sharding,))
     placed, turn = [], 0
     for table in tables:
         for name in table.names:
-            kind = ("row_wise", "table_wise")[turn % 2] if sharding == "mixed" else sharding
-            if group == 1:
+            kind = turns[turn % len(turns)]
+            if group == 1 and kind != "host_cached":
                 kind = "table_wise"
-            placed.append(TablePlacement(table=name, sharding=kind, ranks=(turn % group,) if kind == "table_wise" else ()))
+            placed.append(TablePlacement(table=name, sharding=kind, ranks=(turn % group,) if kind in ("table_wise", "host_cached") else ()))
             turn += 1
     return tuple(placed)
 

@@ -79,7 +79,7 @@ def test_bf16_keeps_fp32_masters_and_the_curve(checks_on_2, single):
     assert found["losses"] != pytest.approx(single.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "mixed", "table_row_wise", "column_wise"])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "mixed", "table_row_wise", "column_wise", "data_parallel", "host_cached", "every"])
 def test_sharded_tables_equal_unsharded_row_for_row(checks_on_2, sharding):
     for rank in checks_on_2:
         found = rank["check_tables"][sharding]
@@ -134,7 +134,18 @@ def test_resume_is_bitwise(checks_on_2):
 def test_resume_on_another_plan_keeps_the_curve(checks_on_2):
     for rank in checks_on_2:
         found = rank["check_resume"]
-        assert found["other"] == pytest.approx(found["whole"], rel=1e-5)
+        for name in ("other", "every", "back"):
+            assert found[name] == pytest.approx(found["whole"], rel=1e-5), name
+
+
+def test_data_parallel_copies_stay_equal_and_host_tables_leave_the_device(checks_on_2):
+    whole = 4 * sum(t.rows * t.dim * t.count for t in models.TABLES)
+    found = [rank["check_tables"] for rank in checks_on_2]
+    assert found[0]["data_parallel"]["copies"] == found[1]["data_parallel"]["copies"] != 0
+    assert [f["data_parallel"]["device"] for f in found] == [whole, whole]
+    assert sum(f["host_cached"]["host"] for f in found) > whole
+    for f in found:
+        assert f["host_cached"]["state"] == 0 and 0 < f["host_cached"]["device"] < f["host_cached"]["host"]
 
 
 def test_the_checks_cover_every_layout():
