@@ -434,15 +434,15 @@ class _Builder:
         self.compute("spread", self.pricer.ops(self._spread(), FORWARD), "sparse")
 
     def fetch(self, name: str, kind: int) -> None:
-        """Rows from host memory to the device, or back: on a GPU the host reads which and gathers them, then they cross the link; a CPU copies them."""
+        """Rows from host memory to the device, or back: on a GPU the host reads which and gathers them, then they cross the link; a CPU copies."""
         if self.loads.fetched is None or not self.loads.fetched[kind, self.rank]:
             return
         num_bytes = float(self.loads.fetched[kind, self.rank])
         if not self.gpu:
             width = sum(w.served_width * w.distinct_served for w in self.work) / max(sum(w.distinct_served for w in self.work), 1e-300)
             rows = num_bytes / (4.0 * width)
-            self.compute(name, self.pricer.ops([op("embedding_lookup", variant="sequence", ids=rows, unique=rows, dim=width, rows=rows, tables=1,
-                                                   dtype="fp32")], FORWARD), "sparse")
+            copy = op("embedding_lookup", variant="sequence", ids=rows, unique=rows, dim=width, rows=rows, tables=1, dtype="fp32")
+            self.compute(name, self.pricer.ops([copy], FORWARD), "sparse")
             return
         self.host_sync(f"{name} wanted")
         bandwidth = self.plan.cluster.device.host_link_bandwidth or 25e9

@@ -58,8 +58,8 @@ _INTERVAL: dict[Source, float] = {"measured": 0.03, "interpolated": 0.05, "extra
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes per rank. categories: the most that each category reaches (not all at once); peak: allocated, with its phase; reserved: what the
-    device must give, context included; limit: what the rank may use. host: bytes of tables in the memory of the fullest host, which must fit too where
-    the cluster states its size."""
+    device must give, context included; limit: what the rank may use. host: bytes of tables in the memory of the fullest host, which must fit too
+    where the cluster states its size."""
 
     categories: dict[str, float]
     peak: Quantity

@@ -9,8 +9,8 @@ are distinct. In a sparse group of G ranks each rank makes its ids unique and as
 G unique(n) rows of full width, of one of s row-wise shards G unique(n) / s, of one of s column-wise shards G unique(n) rows of dim / s.
 
 A data-parallel table serves its own rank only; its gradient, dense and with a count a row, is all-reduced over the group once a step. A host-cached
-table and its state are in host memory: the distinct rows asked for are fetched to the device for the lookup, and with their state for the update, after
-which they are written back.
+table and its state are in host memory: the distinct rows asked for are fetched to the device for the lookup, and with their state for the update,
+after which they are written back.
 """
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class GroupWork:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableLoads:
     """Bytes by rank of a sparse group, `(G,)` each: weights, optimizer state, weights and state in host memory; served: elements of rows sent per
-    micro-batch; held: table group name -> (rows looked up, elements of them, rows held, distinct rows of a step) by rank, `(4, G)`. fetched: bytes from
-    host memory `(2, G)`, for a micro-batch's lookup and for a step's update (as many go back then); replicated: elements of the gradients of
+    micro-batch; held: table group name -> (rows looked up, elements of them, rows held, distinct rows of a step) by rank, `(4, G)`. fetched: bytes
+    from host memory `(2, G)`, for a micro-batch's lookup and for a step's update (as many go back then); replicated: elements of the gradients of
     data-parallel tables."""
 
     weights: np.ndarray

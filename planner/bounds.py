@@ -277,8 +277,8 @@ def uniform(model: Model, choice: Mapping[str, RegionChoice]) -> tuple[RegionPla
 def mean_loads(plan: Plan, tokens: Mapping[str, float], scale: float = 1.0) -> TableLoads:
     """What every rank of a sparse group holds and serves when all is spread evenly, with rows served `scale` times over.
 
-    Sharding does not change these means: a rank draws `unique` rows of each table and serves as many (see costmodel.sparse). Tables that are pinned to
-    data_parallel (those of `plan.tables`) send nothing.
+    Sharding does not change these means: a rank draws `unique` rows of each table and serves as many (see costmodel.sparse). Tables that are pinned
+    to data_parallel (those of `plan.tables`) send nothing.
     """
     local = {p.table for p in plan.tables if p.sharding == "data_parallel"}
     group = plan.layout.sparse_group

@@ -310,9 +310,10 @@ class _Bounds:
         batch = batch_shape(plan)
         loads = mean_loads(plan, {n: s.tokens for n, s in batch.sequences.items()})
         group = plan.layout.sparse_group
-        offloaded = sum(len(t.tables) * (t.group.weight_bytes + t.group.state_bytes) / group for t in self.pricing.tied
-                        if any(c.sharding == "host_cached" for c in self.pricing.choices(t, group)))
-        return np.array([max(0.0, loads.weights[0] + loads.state[0] - offloaded), exchange_bytes(plan, loads), embedding_bytes(plan, batch), input_bytes(plan, batch)])
+        offloadable = [t for t in self.pricing.tied if any(c.sharding == "host_cached" for c in self.pricing.choices(t, group))]
+        offloaded = sum(len(t.tables) * (t.group.weight_bytes + t.group.state_bytes) / group for t in offloadable)
+        tables = max(0.0, loads.weights[0] + loads.state[0] - offloaded)
+        return np.array([tables, exchange_bytes(plan, loads), embedding_bytes(plan, batch), input_bytes(plan, batch)])
 
     def reserved(self, block_of: np.ndarray) -> np.ndarray:
         """Least reserved bytes: everything that rests, tables spread evenly, and each block's leanest option."""

@@ -54,6 +54,11 @@ PREDICT_ONLY = {
     "ep": "the runtime keeps every expert on every rank",
     "cuda_graph": "the runtime does not capture graphs yet",
 }
+UNPRICED = {
+    "data_parallel": "the search's bound is for tables that are exchanged; pin it to allow it",
+    "host_cached": "the search's program does not price fetching rows; pin it to allow it",
+}
+"""Shardings that are executed and estimated, but chosen by a pin only."""
 DRIFT = "replicas of the tables drift apart between averages, which changes training; pin layout.sync_every to allow it"
 """Why `sync_every` > 1 is never chosen by itself: it is always faster, and never the same mathematics."""
 UNASKED = "below 16 bits training changes; pin precision, or set search.risk_budget, to allow it"
@@ -415,12 +420,13 @@ def table_choices(
             reason = Excluded(what=f"sharding {sharding}", why="a sparse group of one rank holds every table whole", kind="illegal")
         if reason is None and sharding == "table_row_wise" and group <= local and sharding != pinned:
             reason = Excluded(what=f"sharding {sharding}", why="the sparse group is inside one host: the same as row_wise", kind="illegal")
-        if reason is None and sharding == "data_parallel" and sharding != pinned:
-            reason = Excluded(what=f"sharding {sharding}", why="the search's bound is for tables that are exchanged; pin it", kind="excluded")
+        if reason is None and sharding in UNPRICED and sharding != pinned:
+            reason = Excluded(what=f"sharding {sharding}", why=UNPRICED[sharding], kind="excluded")
         if reason is None and sharding == "host_cached" and not (scenario.cluster.host_memory_bytes and scenario.cluster.device.host_link_bandwidth):
             reason = Excluded(what=f"sharding {sharding}", why="the cluster states no host memory or host link", kind="illegal")
         if reason is None and sharding == "host_cached" and group < scenario.cluster.num_ranks:
-            reason = Excluded(what=f"sharding {sharding} in several replicas", why="the runtime does not average tables in host memory", kind="illegal")
+            why = f"the runtime does not average tables in host memory; pin layout.sparse_group {scenario.cluster.num_ranks}"
+            reason = Excluded(what=f"sharding {sharding} in several replicas", why=why, kind="illegal")
         if reason:
             log.append(reason)
             continue

@@ -108,10 +108,12 @@ def test_table_choices_by_group_size(big):
     assert names(1) == ["table_wise"]
     assert names(4) == ["table_wise", "row_wise", "column_wise2", "column_wise4"]
     assert names(64) == ["table_wise", "row_wise", "column_wise2", "column_wise4", "column_wise8", "table_row_wise"]
+    for kind, group in (("data_parallel", 64), ("host_cached", 512)):
+        pinned = _with(big, pins={"sharding": {huge.names[0]: kind}})
+        assert [c.name for c in table_choices(pinned, huge, group, allow=False)] == [kind] and kind not in names(group)
     # host memory of several replicas is not averaged, so only a group of all ranks may use it
-    assert "host_cached" not in names(64) and "host_cached" in names(512)
-    copied = _with(big, pins={"sharding": {huge.names[0]: "data_parallel"}})
-    assert [c.name for c in table_choices(copied, huge, 64, allow=False)] == ["data_parallel"]
+    with pytest.raises(UsageError, match=r"pin layout\.sparse_group 512"):
+        table_choices(pinned, huge, 64, allow=False)
     pinned = _with(big, pins={"sharding": {huge.names[0]: "row_wise"}})
     assert [c.name for c in table_choices(pinned, huge, 64, allow=False)] == ["row_wise"]
     banned = _with(big, pins={"exclude": Exclusions(sharding={"*": ("table_wise", "row_wise", "column_wise", "table_row_wise")})})

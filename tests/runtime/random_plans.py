@@ -48,7 +48,8 @@ def placements(rng: random.Random, layout: Layout) -> tuple[TablePlacement, ...]
     for table in model().tables:
         for name in table.names:
             sharding = rng.choice(known) if group > 1 else "table_wise"
-            ranks = {"table_wise": (rng.randrange(group),), "host_cached": (rng.randrange(group),), "column_wise": tuple(rng.sample(range(group), group))}.get(sharding, ())
+            one, every = (rng.randrange(group),), tuple(rng.sample(range(group), group))
+            ranks = {"table_wise": one, "host_cached": one, "column_wise": every}.get(sharding, ())
             found.append(TablePlacement(table=name, sharding=sharding, ranks=ranks))
     return tuple(found)
 
