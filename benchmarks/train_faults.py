@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Row
-from costmodel import launch, reliability
-from costmodel.cluster import Cluster, Device, LinkTier
+from costmodel import launch
+from costmodel.cluster import Cluster, Device, LinkTier, Reliability
+from costmodel.jobtime import job_time
 from costmodel.model import Head, LayerGroup, Model, Sequence, TableGroup
 from costmodel.plan import Layout, Plan, TablePlacement
 from costmodel.regions import default_region_plans
@@ -137,20 +138,20 @@ def soak(work: Path, *, steps: int = STEPS, every: int = EVERY, ranks: int = RAN
 
 
 def effective(calm: RunResult, struck: RunResult, *, steps: int, every: int) -> list[Row]:
-    """Effective training time of the struck job against what the undisturbed one predicts."""
-    wall = calm.wall_seconds
+    """Effective training time of the struck job against what the undisturbed one's start-up, step and checkpoint stall say of two failures: each costs a
+    start-up and half an interval. The interval proposed is that of `costmodel.jobtime` at this rate of failures."""
+    wall, total = calm.wall_seconds, sum(struck.wall_seconds.values())
     step, stall = wall["train"] / steps, wall["checkpoint"] / max(1, steps // every)
-    measured = struck.wall_seconds["train"] / sum(struck.wall_seconds.values())
-    expected = reliability.wall_seconds(wall["train"], startup=wall["startup"], checkpoint=stall, interval=step * every, failures=2.0,
-                                        restart=wall["startup"])
-    predicted = wall["train"] / expected
+    predicted = wall["train"] / (sum(wall.values()) + 2 * (wall["startup"] + step * every / 2))
+    measured = struck.wall_seconds["train"] / total
+    known = Reliability(failures_per_device_hour=2 * 3600 / total, restart_seconds=wall["startup"], startup_seconds=wall["startup"],
+                        checkpoint_bandwidth=1.0)
+    proposed = job_time(known, ranks=1, training_seconds=wall["train"], bytes_per_rank=stall).interval / step
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in struck.wall_seconds.items())
-    rate = 2.0 / sum(struck.wall_seconds.values())
-    proposed = reliability.young_daly_interval(stall, rate) / step
     return [Row(name="faults: effective training time, measured over predicted", value=measured / predicted, unit="ratio",
-                note=f"measured {measured:.3f}, predicted {predicted:.3f} from the undisturbed run's start-up, step and checkpoint stall; {parts}"),
-            Row(name="faults: checkpoint interval by Young-Daly", value=proposed, unit="steps",
-                note=f"at this job's rate of failures: a stall of {stall * 1e3:.1f} ms, a failure every {1 / rate:.0f} s; the job used {every}")]
+                note=f"measured {measured:.3f}, predicted {predicted:.3f} from the undisturbed run; {parts}"),
+            Row(name="faults: checkpoint interval by Young and Daly", value=proposed, unit="steps",
+                note=f"a checkpoint stalls {stall * 1e3:.1f} ms, a failure every {total / 2:.0f} s; the job used {every}")]
 
 
 def kills_while_saving(work: Path, *, kills: int = 10, seed: int = 1) -> list[Row]:

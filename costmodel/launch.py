@@ -51,6 +51,8 @@ def environment(cluster: Cluster) -> dict[str, str]:
     if cluster.num_hosts == 1 and cluster.device.kind == "cpu":
         # A machine's own name need not resolve; ranks of one host meet on the loopback.
         variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if cluster.num_hosts > 1:
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks that are started again read what dead ones wrote
     return variables
 
 

@@ -94,9 +94,23 @@ def background_group() -> dist.ProcessGroup | None:
 
 def start(device: torch.device) -> None:
     """Join the job that torchrun describes, or make a job of one process without torchrun: gloo on CPU, NCCL on CUDA."""
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT,
-                            device_id=device if device.type == "cuda" else None, **alone)
+    store, rank, world_size = _store()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=world_size,
+                            device_id=device if device.type == "cuda" else None)
+
+
+def _store() -> tuple[dist.Store, int, int]:
+    """Where the ranks find each other, this one's number, and how many there are.
+
+    torchrun's agent keeps its store when it starts ranks again, and they would read addresses of dead ones in it: on one host each start has its own
+    part of the store. Several agents count their restarts apart; `costmodel.launch` has them make a new store each time.
+    """
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store, rank, world_size
 
 
 def leave(*owners: list) -> None:
