@@ -138,8 +138,8 @@ def soak(work: Path, *, steps: int = STEPS, every: int = EVERY, ranks: int = RAN
 
 
 def effective(calm: RunResult, struck: RunResult, *, steps: int, every: int) -> list[Row]:
-    """Effective training time of the struck job against what the undisturbed one's start-up, step and checkpoint stall say of two failures: each costs a
-    start-up and half an interval. The interval proposed is that of `costmodel.jobtime` at this rate of failures."""
+    """Effective training time of the struck job against what the undisturbed one's start-up, step and checkpoint stall say of two failures: each
+    costs a start-up and half an interval. The interval proposed is that of `costmodel.jobtime` at this rate of failures."""
     wall, total = calm.wall_seconds, sum(struck.wall_seconds.values())
     step, stall = wall["train"] / steps, wall["checkpoint"] / max(1, steps // every)
     predicted = wall["train"] / (sum(wall.values()) + 2 * (wall["startup"] + step * every / 2))

@@ -1,0 +1,198 @@
+"""Local MFU of one device on whole models, with two peers beside it: histories padded to the longest, and the same model on compiled FlexAttention.
+
+A device trains a few steps of each variant in one process. MFU is `costmodel.lower.model_flops` (true lengths, causal half, nothing recomputed) over
+the median step and the dense peak of the format. FlexAttention knows softmax only: pointwise layers run it as a softmax of the same shape, so that
+variant is timed, not trained to any use.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.results import Row
+from costmodel.lower import model_flops
+from costmodel.model import Model
+from costmodel.plan import Layout, Plan, TablePlacement
+from costmodel.regions import default_region_plans
+from costmodel.workload import EventSource, Workload
+from planner.configure import default_plan
+from planner.scenario import load_scenario
+from runtime import mesh
+from runtime.data import open_source
+from runtime.trainer import Trainer
+
+SCENARIOS = {"hstu-ranking": ("hstu-ranking", 32, 0.35), "gem-full": ("gem-full-1xh200", 64, 0.30)}
+AIM, PEERS = 0.45, {"HSTU, 302.6 TFLOPS a GPU on H100, jagged, another distribution": 0.306}
+OVER = {"padded": 2.0, "flex": 1.3}
+STEPS = {"cuda": 16, "cpu": 6}
+
+
+def plan_of(name: str, *, batch: int | None = None, precision: str = "bf16") -> Plan:
+    """A model of `SCENARIOS` on one H200, histories jagged, activations kept."""
+    scenario, local_batch, _ = SCENARIOS[name]
+    host, given = (default_plan(load_scenario(s, with_variants=False))[0] for s in ("gem-1xh200", scenario))
+    return _alone(host, given.model, given.workload, batch or local_batch, precision)
+
+
+def tiny(name: str) -> Plan:
+    """The same kinds of layers at the width of a test, on a CPU core."""
+    plan, cpu = plan_of(name), default_plan(load_scenario("quickstart", with_variants=False))[0]
+    heads = {"heads": 2, "head_dim": 16}
+    sequences = tuple(dataclasses.replace(s, layers=tuple(dataclasses.replace(g, count=1, mlp_dim=min(g.mlp_dim, 64), **heads) for g in s.layers))
+                      for s in plan.model.sequences)
+    layers = tuple(dataclasses.replace(g, mlp_dim=min(g.mlp_dim, 64), **(heads if g.heads else {})) for g in plan.model.interaction_layers)
+    model = dataclasses.replace(plan.model, dim=32, sequences=sequences, interaction_layers=layers, bottom_hidden=(32,), interaction_hidden=(32,),
+                                feature_dim=16 if plan.model.feature_dim else plan.model.feature_dim,
+                                expert_layers=tuple(dataclasses.replace(g, mlp_dim=64) for g in plan.model.expert_layers),
+                                heads=tuple(dataclasses.replace(h, hidden=(8,)) for h in plan.model.heads),
+                                tables=tuple(dataclasses.replace(t, rows=1000, dim=16) for t in plan.model.tables))
+    lengths = {n: dataclasses.replace(spec, maximum=64, **({"median": 20.0} if spec.median else {})) for n, spec in plan.workload.lengths.items()}
+    one = dataclasses.replace(cpu, cluster=dataclasses.replace(cpu.cluster, devices_per_host=1))
+    return _alone(one, model, dataclasses.replace(plan.workload, lengths=lengths), 8, "fp32")
+
+
+def _alone(host: Plan, model: Model, workload: Workload, batch: int, precision: str) -> Plan:
+    placed = tuple(TablePlacement(table=n, sharding="table_wise", ranks=(0,)) for t in model.tables for n in t.names)
+    load = dataclasses.replace(workload, global_batch=None, local_batch=batch, source=EventSource(kind="synthetic", num_events=64 * batch))
+    made = dataclasses.replace(host, scenario=model.name, model=model, workload=load, layout=Layout(), local_batch=batch, accumulation=1,
+                               batching="jagged", regions=default_region_plans(model, precision=precision), tables=placed, prediction={}, search={},
+                               predict_only=())
+    return dataclasses.replace(made, fingerprints=made.expected_fingerprints())
+
+
+def rows(device: torch.device, *, seconds: float = 180.0) -> Iterator[Row]:
+    """Figures of every model that fits into `seconds`; a variant that cannot run is a row that says why."""
+    if not torch.distributed.is_initialized():
+        mesh.start(device)
+    until = time.monotonic() + seconds
+    for name, (_, _, target) in SCENARIOS.items():
+        plan = plan_of(name) if device.type == "cuda" else tiny(name)
+        found: dict[str, float] = {}
+        for variant in ("ours", *OVER):
+            if time.monotonic() > until:
+                yield Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"not run: {seconds:.0f} s were over")
+                continue
+            try:
+                found[variant] = step_seconds(plan, device, variant)
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                why = str(error).splitlines()[0][:160]
+                yield Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"cannot run: {why}")
+        yield from _rows_of(name, plan, found, target if device.type == "cuda" else None)
+
+
+def _rows_of(name: str, plan: Plan, found: dict[str, float], target: float | None) -> Iterator[Row]:
+    on_gpu = target is not None
+    peak = plan.cluster.device.peak_flops["bf16" if on_gpu else "fp32"]
+    if "ours" in found:
+        yield Row(name=f"speed: {name}, local MFU", value=model_flops(plan) / (found["ours"] * peak), unit="share", target=target,
+                  aim=AIM if on_gpu else None, peers=PEERS if on_gpu and name == "hstu-ranking" else {},
+                  note=f"measured here, median step {found['ours'] * 1e3:.1f} ms, batch {plan.local_batch}; over {peak / 1e12:.4g} TFLOP/s of "
+                       f"{plan.cluster.device.name}")
+    for variant, least in OVER.items():
+        if variant in found and "ours" in found:
+            yield Row(name=f"speed: {name}, times faster than {variant}", value=found[variant] / found["ours"], unit="x",
+                      target=least if on_gpu else None,
+                      note=f"measured in one process: {found[variant] * 1e3:.1f} ms a step against {found['ours'] * 1e3:.1f} ms")
+
+
+def step_seconds(plan: Plan, device: torch.device, variant: str) -> float:
+    """The median step of `variant`, after the warm-up."""
+    plan = dataclasses.replace(plan, batching="padded") if variant == "padded" else plan
+    trainer = None
+    try:
+        with flex_attention_everywhere(device) if variant == "flex" else contextlib.nullcontext():
+            trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
+            trainer.train(STEPS[device.type])
+            measured, _ = trainer.measured()
+        assert measured is not None
+        return measured.step_time_s.median
+    finally:
+        del trainer
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def flex_attention_everywhere(device: torch.device) -> Iterator[None]:
+    """Inside, the model's attention calls go to FlexAttention over documents, compiled, its block masks made once a batch and mask."""
+    from runtime.model import hstu, interformer, self_attention
+
+    attend = Flex(device)
+    patched = [(module, name, getattr(module, name)) for module in (self_attention, hstu, interformer)
+               for name in ("jagged_attention", "gdpa", "block_attention") if hasattr(module, name)]
+    for module, name, _ in patched:
+        setattr(module, name, getattr(attend, name))
+    try:
+        yield
+    finally:
+        for module, name, original in patched:
+            setattr(module, name, original)
+
+
+class Flex:
+    """The kernels' signatures on `torch.nn.attention.flex_attention`."""
+
+    def __init__(self, device: torch.device) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        compiled = device.type == "cuda"
+        self._attention = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+        self._create = torch.compile(create_block_mask, dynamic=True) if compiled else create_block_mask
+        self._masks: dict[tuple, tuple] = {}
+
+    def jagged_attention(self, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *, causal: bool = False,
+                         window: int | None = None, **_: object) -> Tensor:
+        return self._run(q, k, v, q_offsets, k_offsets, causal, window, None)
+
+    def gdpa(self, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *, causal: bool = False, window: int | None = None,
+             **_: object) -> Tensor:
+        return self._run(q, k, v, q_offsets, k_offsets, causal, window, None)
+
+    def block_attention(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, block: int = 64, causal: bool = False, **_: object) -> Tensor:
+        return self._run(q, k, v, offsets, offsets, causal, None, block)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, causal: bool, window: int | None,
+             block: int | None) -> Tensor:
+        mask = self._mask(q_offsets, k_offsets, len(q), len(k), causal, window, block)
+        q_1HTd, k_1HTd, v_1HTd = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        return self._attention(q_1HTd, k_1HTd, v_1HTd, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).squeeze(0).transpose(0, 1)
+
+    def _mask(self, q_offsets: Tensor, k_offsets: Tensor, num_q: int, num_k: int, causal: bool, window: int | None, block: int | None):
+        key = (q_offsets.data_ptr(), k_offsets.data_ptr(), num_q, num_k, causal, window, block)
+        if key not in self._masks:
+            if len(self._masks) > 16:
+                self._masks.clear()
+            q_document, q_place = _places(q_offsets, num_q)
+            k_document, k_place = _places(k_offsets, num_k)
+            # bottom-right aligned: the last query sees the last key
+            shift = (k_offsets.diff() - q_offsets.diff())[q_document]
+
+            def kept(_batch, _head, i: Tensor, j: Tensor) -> Tensor:
+                row, column = q_place[i] + shift[i], k_place[j]
+                keep = q_document[i] == k_document[j]
+                if causal:
+                    keep = keep & (column <= row)
+                if window is not None:
+                    keep = keep & (row - column < window) & (column - row < window)
+                if block is not None:
+                    keep = keep & (row // block == column // block)
+                return keep
+
+            # offsets are kept, so that their address is not used again
+            self._masks[key] = self._create(kept, None, None, num_q, num_k, device=q_offsets.device), q_offsets, k_offsets
+        return self._masks[key][0]
+
+
+def _places(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(document, place in it) of `count` rows."""
+    rows = torch.arange(count, device=offsets.device)
+    document = torch.searchsorted(offsets, rows, right=True) - 1
+    return document, rows - offsets[document]
+
