@@ -3,8 +3,8 @@
     python -m benchmarks.train [--device cpu|cuda] [--only STAGE ...] [--resume] [--seconds S]
 
 On the CPU (docs/results/train-cpu): `balance`, `tables`, `soak`, `saving`, `hung`, `exits`, and `speed` at tiny size. On a GPU
-(docs/results/train-h200) `speed` alone, within `--seconds`. Rows are written as soon as a stage is done; `--resume` keeps those of stages that are not
-asked for.
+(docs/results/train-h200) `speed` alone, within `--seconds`. Rows are written as soon as a stage is done; `--resume` keeps those of stages that are
+not asked for.
 """
 from __future__ import annotations
 

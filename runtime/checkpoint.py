@@ -61,7 +61,11 @@ class Saving:
         _barrier()
         return self.path
 
-    def publish(self, written: Future) -> None:
+    def publish_when(self, written: Future) -> None:
+        """The checkpoint is renamed to its place once `written` is done, in the thread that wrote it."""
+        written.add_done_callback(self._publish)
+
+    def _publish(self, written: Future) -> None:
         try:
             written.result()
             if _rank() == 0:
@@ -84,7 +88,7 @@ def save(root: Path, progress: Progress, *, model, optimizer, embeddings: Sharde
         warnings.simplefilter("ignore")  # DCP warns about its own deprecations and about running in one process
         state = {**_dense_state(model, optimizer), **_table_state(embeddings), f"rng/{_rank()}": torch.get_rng_state()}
         written = dcp.async_save(state, storage_writer=FileSystemWriter(temporary, single_file_per_rank=True), process_group=background_group())
-    written.add_done_callback(saving.publish)
+    saving.publish_when(written)
     return saving
 
 

@@ -3,13 +3,28 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def keep_handlers(monkeypatch):
+    """main() replaces signal handlers and the thread count; this process wants its own back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    torch.set_num_threads(threads)
 
 
 def torchrun(world: int, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import runtime_models as models
-import torch
 from conftest import ROOT, torchrun
 
 from costmodel.plan import Layout
@@ -21,18 +20,7 @@ from costmodel.runresult import RunResult
 from runtime import checkpoint, train
 from runtime.model import GEM
 
-
-@pytest.fixture(autouse=True)
-def keep_handlers(monkeypatch):
-    """main() replaces signal handlers and the thread count; this process wants its own back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("keep_handlers")
 
 
 def run(plan, tmp_path, *arguments: str) -> int:
