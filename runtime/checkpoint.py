@@ -88,6 +88,8 @@ def save(root: Path, progress: Progress, *, model, optimizer, embeddings: Sharde
         warnings.simplefilter("ignore")  # DCP warns about its own deprecations and about running in one process
         state = {**_dense_state(model, optimizer), **_table_state(embeddings), f"rng/{_rank()}": torch.get_rng_state()}
         written = dcp.async_save(state, storage_writer=FileSystemWriter(temporary, single_file_per_rank=True), process_group=background_group())
+        if not dist.is_initialized():
+            written.exception()  # DCP warns of that in its thread, where warnings are ignored for as long as they are here
     saving.publish_when(written)
     return saving
 

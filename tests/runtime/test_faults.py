@@ -10,7 +10,7 @@ import torch
 from benchmarks import train_faults
 from costmodel.plan import Layout
 from costmodel.runresult import RunResult
-from runtime import checkpoint, train
+from runtime import checkpoint, mesh, train
 from runtime.data import open_source
 from runtime.metrics import Metrics
 from runtime.phases import PhaseTimer
@@ -24,7 +24,15 @@ def _trainer(plan) -> Trainer:
     return Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
 
 
-def test_a_checkpoint_holds_the_state_of_its_moment(tmp_path):
+@pytest.fixture
+def job():
+    """A process group of this process, as a run has it: without one a checkpoint is waited for."""
+    mesh.start(CPU)
+    yield
+    mesh.leave()
+
+
+def test_a_checkpoint_holds_the_state_of_its_moment(tmp_path, job):
     """Written while training goes on, it is what training was when it was asked for."""
     plan = models.plan(Layout())
     first = _trainer(plan)
