@@ -127,9 +127,11 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     peaks = {phase: resting + dense, "optimizer": resting + parameters, "sparse": resting + in_flight}
     peak_phase = max(peaks, key=lambda name: peaks[name])
     peak = peaks[peak_phase]
-    overhead, source = _overhead(peak, calibration) if gpu else (0.0, "interpolated")
+    context, each = reserving(plan, calibration)
+    source = _overhead_source(calibration) if gpu else "interpolated"
     width = _INTERVAL[source]
-    reserved = peak + overhead
+    reserved = context + each * peak
+    overhead = reserved - peak
     limit, host = plan.cluster.usable_memory, host_bytes(plan, loads)
     categories = {
         "parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters, "tables": tables + in_flight, "table_state": state,
@@ -221,8 +223,14 @@ def _communicators(plan: Plan) -> int:
     return sum(n > 1 for n in (layout.fsdp, layout.ddp, layout.sparse_group, layout.sparse_replicas))
 
 
-def _overhead(peak: float, calibration: Calibration | None) -> tuple[float, Source]:
-    """(context + allocator slack, how well they are known)."""
+def reserving(plan: Plan, calibration: Calibration | None) -> tuple[float, float]:
+    """(bytes reserved whatever is allocated, bytes reserved per allocated byte): reserved = the first + the second x peak."""
+    if plan.cluster.device.kind != "gpu":
+        return 0.0, 1.0
     constants = calibration.constants if calibration is not None else {}
-    known: Source = "interpolated" if {"context_bytes", "allocator_overhead"} <= set(constants) else "assumed"
-    return constants.get("context_bytes", CONTEXT_BYTES) + peak * constants.get("allocator_overhead", ALLOCATOR_OVERHEAD), known
+    return constants.get("context_bytes", CONTEXT_BYTES), 1.0 + constants.get("allocator_overhead", ALLOCATOR_OVERHEAD)
+
+
+def _overhead_source(calibration: Calibration | None) -> Source:
+    constants = calibration.constants if calibration is not None else {}
+    return "interpolated" if {"context_bytes", "allocator_overhead"} <= set(constants) else "assumed"

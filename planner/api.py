@@ -26,7 +26,7 @@ from planner.configure import default_plan
 from planner.errors import UsageError
 from planner.files import check_writable, replacing
 from planner.run import PLAN_FILE, Run, check_device, check_error, execute, load_plan
-from planner.scenario import ResolvedScenario, load_scenario
+from planner.scenario import ResolvedScenario, defaults_taken, load_scenario
 from planner.space import EXECUTABLE
 
 if TYPE_CHECKING:
@@ -52,13 +52,26 @@ def is_plan(reference: Path | str) -> bool:
     return path.is_dir() or path.suffix == ".json"
 
 
-def estimate(reference: Path | str, *, calibration_file: Path | None = None, calibrated_only: bool = False, mode: str = "simulated") -> Estimated:
-    """Predicts one configuration: a plan, a folder with one, or what a scenario pins (with plain defaults for the rest)."""
+def estimate(
+    reference: Path | str,
+    *,
+    calibration_file: Path | None = None,
+    calibrated_only: bool = False,
+    mode: str = "simulated",
+    strict: bool = False,
+) -> Estimated:
+    """Predicts one configuration: a plan, a folder with one, or what a scenario pins (with plain defaults for the rest).
+
+    `strict` refuses a scenario whose files leave out a figure that the prediction rests on.
+    """
     if is_plan(reference):
         plan, _ = load_plan(reference)
         notes: tuple[str, ...] = ()
     else:
-        plan, notes = default_plan(load_scenario(reference, with_variants=False))
+        scenario = load_scenario(reference, with_variants=False)
+        taken = _taken(scenario, strict)
+        plan, notes = default_plan(scenario)
+        notes += taken
     found = calibration.find(plan.cluster, path=calibration_file, calibrated_only=calibrated_only)
     made = estimate_plan(plan, found.calibration, mode=mode)  # type: ignore[arg-type]
     if calibrated_only and found.calibration is not None:
@@ -66,6 +79,11 @@ def estimate(reference: Path | str, *, calibration_file: Path | None = None, cal
     fingerprints = {**plan.expected_fingerprints(), **({"calibration": found.calibration.fingerprint} if found.calibration else {})}
     plan = dataclasses.replace(plan, prediction=encode(made), fingerprints=fingerprints)
     return Estimated(plan=plan, estimate=made, calibration=found.path, notes=notes + found.notes)
+
+
+def _taken(scenario: ResolvedScenario, strict: bool) -> tuple[str, ...]:
+    line = defaults_taken(scenario, strict=strict)
+    return (line,) if line else ()
 
 
 def search(
@@ -76,15 +94,17 @@ def search(
     time_limit: float | None = None,
     top: int | None = None,
     cache: bool = True,
+    strict: bool = False,
 ) -> tuple[SearchResult, Found]:
     """Searches a scenario; with `cache` an equal question is answered by what an earlier search found (planner.answers).
 
-    Raises NoFeasiblePlan, and UsageError for what is wrong with the files.
+    Raises NoFeasiblePlan, and UsageError for what is wrong with the files, with `strict` also for figures that they leave out.
     """
     from planner import answers
     from planner.search import search as run_search
 
     scenario = reference if isinstance(reference, ResolvedScenario) else load_scenario(reference, with_variants=False)
+    defaults_taken(scenario, strict=strict)
     found = calibration.find(scenario.cluster, path=calibration_file, calibrated_only=calibrated_only)
     options = scenario.search
     top = options.top if top is None else top
@@ -98,7 +118,7 @@ def search(
                 answers.keep(result, path)
     if calibrated_only and found.calibration is not None:
         coverage.require(result.plan, found.calibration, result.plan.prediction["by_source"])
-    return result, found
+    return result, dataclasses.replace(found, notes=_taken(scenario, strict) + found.notes)
 
 
 def size(
@@ -112,6 +132,7 @@ def size(
     most: int | None = None,
     time_limit: float | None = None,
     calibration_file: Path | None = None,
+    strict: bool = False,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Sizing:
     """The fewest devices that train `examples` by a deadline (`36 h`), at a rate [examples/s], for a budget [$]; the curve of sizes.
@@ -131,9 +152,12 @@ def size(
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return run_size(
-        reference, demand, devices=devices, most=most, time_limit=time_limit, calibration_file=calibration_file, progress=progress
+    scenario = reference if isinstance(reference, ResolvedScenario) else load_scenario(reference, with_variants=False)
+    taken = _taken(scenario, strict)
+    found = run_size(
+        scenario, demand, devices=devices, most=most, time_limit=time_limit, calibration_file=calibration_file, progress=progress
     )
+    return dataclasses.replace(found, notes=taken + found.notes)
 
 
 def calibrate(reference: Path | str, *, preset: Preset = "quick", ranks: tuple[int, ...] | None = None, on_event: Event = lambda event: None) -> Path:

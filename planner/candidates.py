@@ -26,7 +26,7 @@ from costmodel.blocks import activation_dtype
 from costmodel.comms import layout_groups, network
 from costmodel.contention import RATE_FLOOR
 from costmodel.lower import batch_shape, pricer
-from costmodel.memory import COMMUNICATOR_BYTES, INPUT_BATCHES, embedding_bytes, exchange_bytes, input_bytes, memory
+from costmodel.memory import COMMUNICATOR_BYTES, INPUT_BATCHES, embedding_bytes, exchange_bytes, input_bytes, memory, reserving
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
 from costmodel.regions import regions
@@ -289,11 +289,7 @@ class _Bounds:
         batch = batch_shape(dataclasses.replace(first, batching="jagged"))
         loads = mean_loads(first, {n: s.tokens for n, s in batch.sequences.items()})
         found = memory(first, batch, loads, self.calibration)
-        half = dataclasses.replace(batch, sequences={n: s.scaled(0.5, 1.0) for n, s in batch.sequences.items()})
-        other = memory(first, half, loads, self.calibration)
-        rise = found.peak.value - other.peak.value
-        self.slope = (found.reserved.value - other.reserved.value) / rise if rise else 1.0
-        self.context = found.reserved.value - self.slope * found.peak.value
+        self.context, self.slope = reserving(first, self.calibration)
         self.usable = (found.limit - self.context) / self.slope
         each_link = COMMUNICATOR_BYTES if first.cluster.device.kind == "gpu" else 0.0
         libraries = found.categories["buffers"] - exchange_bytes(first, loads) - each_link * links[link_of[0], 0]

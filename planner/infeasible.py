@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from costmodel.memory import CATEGORIES
+from costmodel.units import show, show_gib
 from planner.ilp import Choice, missing_memory
 from planner.pricing import Priced
 from planner.scenario import Exclusions, ResolvedScenario
@@ -16,7 +17,6 @@ from planner.scenario import Exclusions, ResolvedScenario
 if TYPE_CHECKING:
     from planner.search import Search
 
-GIB = 2.0**30
 _TRIED = 12
 """Candidates whose missing memory is solved for exactly: those with the lowest first bound of memory."""
 _KNOB_SECONDS = 5.0
@@ -24,10 +24,11 @@ _KNOB_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeastBad:
-    """The candidate that lacks the fewest bytes: its plan at the leanest options, and what is missing [bytes]."""
+    """The candidate that lacks the fewest bytes: its plan at the leanest options, and what a rank and a host are missing [bytes]."""
 
     candidate: int
     missing: float
+    host_missing: float
     choice: Choice
     priced: Priced
 
@@ -44,23 +45,32 @@ def report(state: Search) -> str:
     """The message of NoFeasiblePlan."""
     found = least_bad(state)
     scenario, limit = state.scenario, state.scenario.cluster.usable_memory
-    lines = [
-        f"scenario {scenario.name}: none of {len(state.first):,} candidates fits into {limit / GIB:.2f} GiB per rank "
-        f"({int((~state.fits).sum()):,} by their least memory, {state.solves} by their integer program)"
-    ]
+    budget = scenario.cluster.memory_budget
+    reserved = f" (memory_budget; the device has {show_gib(scenario.cluster.device.memory_bytes)})" if budget is not None and budget == limit else ""
+    by = f"({int((~state.fits).sum()):,} by their least memory, {state.solves} by their integer program)"
+    if found is None and scenario.search.risk_budget is not None:
+        lines = [
+            f"scenario {scenario.name}: none of {len(state.first):,} candidates keeps the search.risk_budget of {scenario.search.risk_budget:g}: the "
+            f"formats that are left take at least {least_risk(state):g} [bf16 blocks]"
+        ]
+    else:
+        lines = [f"scenario {scenario.name}: none of {len(state.first):,} candidates fits into {show_gib(limit)} per rank{reserved} {by}"]
     if found is not None:
         where = state.space.candidates.describe(found.candidate)
         memory = found.priced.memory
         parts = sorted(((memory.categories[name], name) for name in CATEGORIES if memory.categories[name] > 0), reverse=True)[:4]
-        lines.append(f"least bad: {where}: {found.missing / GIB:.2f} GiB missing")
+        host = found.host_missing
+        short = [f"{show_gib(found.missing)} missing"] if found.missing > 0 else []
+        short += [f"{show_gib(host)} of host memory missing: {show_gib(scenario.cluster.host_memory_bytes)} a host"] if host > 0 else []
+        lines.append(f"least bad: {where}: {', '.join(short) or 'its tables fit on no ranks together'}")
         lines.append(
             "its largest parts: "
-            + ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f} GiB" for size, name in parts)
-            + f"; reserved {memory.reserved.value / GIB:.2f} GiB, peak in phase {memory.peak_phase}"
+            + ", ".join(f"{name.replace('_', ' ')} {show_gib(size)}" for size, name in parts)
+            + f"; reserved {show_gib(memory.reserved.value)}, peak in phase {memory.peak_phase}"
         )
     lines += [f"table {name}: {text}" for name, text in oversized(state)]
     knobs = list(ways_out(state, found))
-    lines += [f"  {k}. {knob.what}: step {knob.seconds * 1e3:.4g} ms" for k, knob in enumerate(knobs, start=1)]
+    lines += [f"  {k}. {knob.what}: step {show(knob.seconds, 'seconds')}" for k, knob in enumerate(knobs, start=1)]
     if knobs:
         lines.insert(len(lines) - len(knobs), "ways out, each solved:")
     else:
@@ -79,9 +89,16 @@ def least_bad(state: Search) -> LeastBad | None:
             continue
         priced = state.pricing.price(state.pricing.plan(i, choice, any_size=True), choice)
         missing = priced.memory.reserved.value - priced.memory.limit
-        if best is None or missing < best.missing:
-            best = LeastBad(candidate=i, missing=missing, choice=choice, priced=priced)
+        capacity = state.scenario.cluster.host_memory_bytes
+        host = priced.memory.host - capacity if capacity else 0.0
+        if best is None or max(missing, 0.0) + max(host, 0.0) < max(best.missing, 0.0) + max(best.host_missing, 0.0):
+            best = LeastBad(candidate=i, missing=missing, host_missing=host, choice=choice, priced=priced)
     return best
+
+
+def least_risk(state: Search) -> float:
+    """Numeric risk of the job when every block takes its safest option that is left."""
+    return sum(count * min(c.risk for c in state.space.regions[name]) for name, count in state.pricing.blocks.items())
 
 
 def oversized(state: Search) -> Iterator[tuple[str, str]]:
@@ -102,8 +119,8 @@ def oversized(state: Search) -> Iterator[tuple[str, str]]:
             yield (
                 tied.name,
                 (
-                    f"{tied.group.weight_bytes / GIB:.2f} GiB; its smallest shard is {min(sizes) / GIB:.2f} GiB under {', '.join(names)} in groups "
-                    f"of up to {max(groups)} ranks, a rank has {limit / GIB:.2f} GiB"
+                    f"{show_gib(tied.group.weight_bytes)}; its smallest shard is {show_gib(min(sizes))} under {', '.join(names)} in groups "
+                    f"of up to {max(groups)} ranks, a rank has {show_gib(limit)}"
                 ),
             )
 
@@ -112,7 +129,7 @@ def ways_out(state: Search, found: LeastBad | None) -> Iterator[Knob]:
     """Changes of one thing that lead to a plan, each searched for."""
     from planner.search import Search
 
-    for what, scenario in changes(state.scenario, found.missing if found else 0.0):
+    for what, scenario in changes(state.scenario, found.missing if found else 0.0, found.host_missing if found else 0.0):
         try:
             trial = Search(scenario, state.calibration, time_limit=_KNOB_SECONDS, gap=0.05)
             trial.run(give_up=True)
@@ -122,20 +139,26 @@ def ways_out(state: Search, found: LeastBad | None) -> Iterator[Knob]:
             yield Knob(what=what, seconds=trial.incumbent.seconds)
 
 
-def changes(scenario: ResolvedScenario, missing: float) -> Iterator[tuple[str, ResolvedScenario]]:
+def changes(scenario: ResolvedScenario, missing: float, host: float = 0.0) -> Iterator[tuple[str, ResolvedScenario]]:
     """(the change in words, the scenario with it): more memory, each pin or exclusion undone, predict-only options, half the batch."""
     pins, cluster = scenario.pins, scenario.cluster
     if missing > 0:
         room = cluster.usable_memory + missing * 1.001 + 1e6
         device = dataclasses.replace(cluster.device, memory_bytes=max(cluster.device.memory_bytes, room))
-        of_device = "" if room <= cluster.device.memory_bytes else f" (the device has {cluster.device.memory_bytes / GIB:.2f} GiB)"
+        of_device = "" if room <= cluster.device.memory_bytes else f" (the device has {show_gib(cluster.device.memory_bytes)})"
         yield (
-            f"memory per rank {cluster.usable_memory / GIB:.2f} -> {room / GIB:.2f} GiB{of_device}",
+            f"memory per rank {show_gib(cluster.usable_memory)} -> {show_gib(room)}{of_device}",
             dataclasses.replace(scenario, cluster=dataclasses.replace(cluster, device=device, memory_budget=room)),
+        )
+    if host > 0:
+        more = cluster.host_memory_bytes + host
+        yield (
+            f"host memory {show_gib(cluster.host_memory_bytes)} -> {show_gib(more)}",
+            dataclasses.replace(scenario, cluster=dataclasses.replace(cluster, host_memory_bytes=more)),
         )
     if cluster.memory_budget is not None and cluster.memory_budget < cluster.device.memory_bytes:
         yield (
-            f"no memory_budget: {cluster.device.memory_bytes / GIB:.2f} GiB",
+            f"no memory_budget: {show_gib(cluster.device.memory_bytes)}",
             dataclasses.replace(scenario, cluster=dataclasses.replace(cluster, memory_budget=None)),
         )
     for field in ("layout", "precision", "checkpoint", "sharding", "local_batch", "accumulation", "batching", "transport", "execution"):
@@ -147,6 +170,11 @@ def changes(scenario: ResolvedScenario, missing: float) -> Iterator[tuple[str, R
         yield (
             "without the pins local_batch and accumulation",
             dataclasses.replace(scenario, pins=dataclasses.replace(pins, local_batch=None, accumulation=None)),
+        )
+    if scenario.search.risk_budget is not None:
+        yield (
+            f"without search.risk_budget: {scenario.search.risk_budget:g}",
+            dataclasses.replace(scenario, search=dataclasses.replace(scenario.search, risk_budget=None)),
         )
     if pins.exclude != Exclusions():
         yield "without exclusions", dataclasses.replace(scenario, pins=dataclasses.replace(pins, exclude=Exclusions()))

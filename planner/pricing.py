@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -16,7 +17,7 @@ from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.calibration import Calibration
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, batch_shape, lower, pricer
-from costmodel.memory import BlockMemory, Memory, keeps_unsharded, memory, option_memory
+from costmodel.memory import BlockMemory, Memory, keeps_unsharded, memory, option_memory, reserving
 from costmodel.model import DTYPE_BYTES, TableGroup
 from costmodel.plan import Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.precision import emulated
@@ -274,17 +275,11 @@ class Pricing:
         return self._slopes[known]
 
     def memory_row(self, plan: Plan, lowered: Lowered, fastest: Mapping[str, RegionChoice], memories: Mapping) -> MemoryRow:
-        """What memory() says of two plans that differ in activations only gives the allocator's overhead, which is affine in the peak."""
+        """What rests and what a phase adds, in allocated bytes."""
         plan = dataclasses.replace(plan, regions=uniform(self.scenario.model, fastest))
         found = memory(plan, lowered.batch, lowered.loads, self.calibration)
-        half = dataclasses.replace(lowered.batch, samples=lowered.batch.samples / 2)
-        other = memory(
-            plan, dataclasses.replace(half, sequences={n: s.scaled(0.5, 1.0) for n, s in half.sequences.items()}), lowered.loads, self.calibration
-        )
-        slope = 1.0
-        if found.peak.value != other.peak.value:
-            slope = (found.reserved.value - other.reserved.value) / (found.peak.value - other.peak.value)
-        usable = (found.limit - (found.reserved.value - slope * found.peak.value)) / slope
+        context, slope = reserving(plan, self.calibration)
+        usable = (found.limit - context) / slope
         categories, layout = found.categories, plan.layout
         resting = categories["parameters"] + categories["optimizer"] + categories["input"] + categories["buffers"]
         buffer = 4.0 * float(lowered.loads.served.max(initial=0.0)) if layout.sparse_group > 1 else 0.0
@@ -350,7 +345,8 @@ class Pricing:
         return float(table.rows), table.dim / (choice.num_shards if choice.sharding == "column_wise" else 1)
 
     def place(self, plan: Plan, choice: Choice, cap: float) -> tuple[TablePlacement, ...]:
-        """Every table once, at most `cap` bytes of them on a rank: the first tables of a tied set take the first sharding. Raises PlacementError."""
+        """Every table once, at most `cap` bytes of them on a rank (infinite: hosts have no cap either): the first tables of a tied set take the
+        first sharding. Raises PlacementError."""
         group, cluster = plan.layout.sparse_group, self.scenario.cluster
         factors, _ = self.slowest(plan)
         tokens = {name: shape.tokens for name, shape in batch_shape(plan, factors).sequences.items()}
@@ -387,7 +383,7 @@ class Pricing:
                 ranks_per_host=local,
                 groups_per_host=max(1, cluster.devices_per_host // group),
                 memory_cap=cap,
-                host_cap=cluster.host_memory_bytes or np.inf,
+                host_cap=cluster.host_memory_bytes if cap < np.inf and cluster.host_memory_bytes else np.inf,
                 base_loads=base_loads,
                 base_memory=base_memory,
             ),
@@ -405,8 +401,7 @@ class Pricing:
         found = memory(plan, batch, loads, self.calibration)
         mean = float(loads.weights[0] + loads.state[0])
         share = plan.layout.sparse_replicas if plan.layout.fully_sharded_2d else 1
-        overhead = found.reserved.value / found.peak.value
-        return max(mean, mean + share * (found.limit - found.reserved.value) / overhead)
+        return max(mean, mean + share * (found.limit - found.reserved.value) / reserving(plan, self.calibration)[1])
 
 
 @functools.lru_cache(maxsize=65536)
@@ -418,14 +413,17 @@ def _choices(pricing: Pricing, name: str, group: int) -> tuple[TableChoice, ...]
 
 def tied_tables(scenario: ResolvedScenario) -> tuple[TiedTables, ...]:
     """Table groups, split where a pin, an exclusion or the workload's skew tells tables apart."""
-    pins, found = scenario.pins, []
+    pins, found, taken = scenario.pins, [], {t.name for t in scenario.model.tables}
     for table in scenario.model.tables:
         parts: dict[tuple, list[str]] = {}
         for name in table.names:
             key = (pins.option("sharding", name), pins.excluded("sharding", name), skew(table, name, scenario.workload))
             parts.setdefault(key, []).append(name)
-        for k, (key, names) in enumerate(parts.items()):
-            found.append(TiedTables(name=table.name if len(parts) == 1 else f"{table.name}#{k}", group=table, tables=tuple(names), zipf=key[2]))
+        numbers = (f"{table.name}#{k}" for k in itertools.count())
+        for key, names in parts.items():
+            name = table.name if len(parts) == 1 else next(n for n in numbers if n not in taken)
+            taken.add(name)
+            found.append(TiedTables(name=name, group=table, tables=tuple(names), zipf=key[2]))
     return tuple(found)
 
 

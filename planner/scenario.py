@@ -21,6 +21,7 @@ A dotted key reaches into the cluster, model and workload files too; items of li
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import fnmatch
 import itertools
@@ -41,7 +42,7 @@ from costmodel.workload import Workload
 from planner import catalogue
 from planner.errors import Fault, FileError
 from planner.files import Document, Path_, check, dotted, load, locate
-from planner.spec import ClusterFile, ModelFile, Number, WorkloadFile, quantity
+from planner.spec import ClusterFile, FileModel, ModelFile, Number, WorkloadFile, defaults, quantity
 
 _DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _SLOTS = {"cluster": "clusters", "model": "models", "workload": "workloads"}
@@ -186,8 +187,18 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A figure that a file left out: where it would be written, its dotted path, and the value taken (`planner.spec.FIGURES`)."""
+
+    where: str
+    path: str
+    value: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedScenario:
-    """A scenario in value objects. `variants` are whole scenarios of their own with `changes` against this one."""
+    """A scenario in value objects. `variants` are whole scenarios of their own with `changes` against this one; `defaults`: figures that
+    its files left out."""
 
     name: str
     cluster: Cluster
@@ -201,6 +212,7 @@ class ResolvedScenario:
     description: str = ""
     changes: tuple[Change, ...] = ()
     variants: tuple[ResolvedScenario, ...] = ()
+    defaults: tuple[LeftOut, ...] = ()
 
 
 def load_scenario(reference: Path | str, *, with_variants: bool = True) -> ResolvedScenario:
@@ -374,6 +386,7 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
             for name in ("local_batch", "accumulation", "batching", "transport", "execution", "precision", "checkpoint", "sharding")
         },
     )
+    left_out = [((slot, *path), value) for slot in _SLOTS for path, value in defaults(getattr(parsed, slot))]
     search = SearchOptions(**{name: getattr(parsed.search, name) for name in SearchFile.model_fields})
     return ResolvedScenario(
         name=parsed.name or document.file.stem,
@@ -387,7 +400,24 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
         seed=parsed.seed,
         path=document.file,
         changes=changes,
+        defaults=tuple(
+            LeftOut(where=str(document.where(path) or ""), path=dotted(path, document.data), value=_default(value)) for path, value in left_out
+        ),
     )
+
+
+def _default(value: Any) -> str:
+    return "no failures and no slow hosts" if isinstance(value, FileModel) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def defaults_taken(scenario: ResolvedScenario, *, strict: bool = False) -> str:
+    """One line about the figures that were left out, counted by field; empty when there are none. Raises FileError with all of them when `strict`."""
+    if strict and scenario.defaults:
+        shown = [f"{d.where}: {d.path}: left out, taken as {d.value}" for d in scenario.defaults]
+        raise FileError([Fault(position=None, path="", message=text) for text in shown])
+    counts = collections.Counter((d.path.rsplit(".", 1)[-1], d.value) for d in scenario.defaults)
+    words = [f"{name} {value}" + (f" ({n} times)" if n > 1 else "") for (name, value), n in counts.items()]
+    return f"defaults taken, which --strict refuses: {', '.join(words)}" if words else ""
 
 
 def _cross_check(scenario: ResolvedScenario, document: Document) -> None:
@@ -506,4 +536,15 @@ def _batch_faults(scenario: ResolvedScenario, document: Document) -> list[Fault]
     ]
 
 
-__all__ = ["Change", "Exclusions", "Pins", "ResolvedScenario", "ScenarioFile", "SearchOptions", "combined", "dotted", "load_scenario"]
+__all__ = [
+    "Change",
+    "Exclusions",
+    "Pins",
+    "ResolvedScenario",
+    "ScenarioFile",
+    "SearchOptions",
+    "combined",
+    "defaults_taken",
+    "dotted",
+    "load_scenario",
+]

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from costmodel.blocks.base import QUANTIZED
+from costmodel.cluster import Cluster
 from costmodel.model import TableGroup
 from costmodel.plan import Layout
 from costmodel.precision import LOW_PRECISIONS, native, unfit_block
@@ -167,7 +168,7 @@ def build_space(scenario: ResolvedScenario) -> Space:
     """Every legal candidate of a scenario. Raises UsageError when pins and exclusions leave nothing, naming them together."""
     log: list[Excluded] = []
     allow = scenario.search.predict_only
-    dense, sparse = _dense(scenario, log), _sparse(scenario, log)
+    dense, sparse = _dense(scenario, log), _shardable(scenario, _sparse(scenario, log), log, allow)
     batches = _batches(scenario, log)
     jobs = [
         _job_options(scenario, what, known, log, allow)
@@ -241,23 +242,37 @@ def _dense(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, i
         if not _fits_hosts(fsdp, cluster.devices_per_host):
             log.append(Excluded(what=name, why=f"does not fill or divide hosts of {cluster.devices_per_host}", kind="illegal"))
         elif fsdp > zone or zone % fsdp:
-            log.append(Excluded(what=name, why=f"leaves its zone of {zone} ranks", kind="illegal"))
+            why = f"leaves its zone of {zone} ranks" if fsdp > zone and not cluster.zone_hosts else f"does not divide {_zones(cluster)}"
+            log.append(Excluded(what=name, why=why, kind="illegal"))
         elif pins.get("fsdp", fsdp) != fsdp or pins.get("ddp", cluster.num_ranks // fsdp) != cluster.num_ranks // fsdp:
             log.append(Excluded(what=name, why="another layout is pinned", kind="pinned"))
         else:
             found.append((cluster.num_ranks // fsdp, fsdp, 1))
-    return _or_raise(found, scenario, "fsdp and ddp", [e for e in log if e.what.startswith("fsdp")])
+    legal = [f"{fsdp} x {cluster.num_ranks // fsdp}" for fsdp in divisors(zone) if _fits_hosts(fsdp, cluster.devices_per_host)]
+    return _or_raise(found, scenario, "fsdp and ddp", [e for e in log if e.what.startswith("fsdp")], legal)
+
+
+def _zones(cluster: Cluster) -> str:
+    """The zones in words."""
+    zone = cluster.scope_size("zone")
+    if cluster.zone_hosts:
+        return f"blocks of {zone} ranks, the largest that fit zones of {', '.join(map(str, cluster.zone_hosts))} hosts"
+    return f"zones of {zone} ranks"
 
 
 def _sparse(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int, int, int]]:
     """(group, replicas, fully_sharded_2d, sync_every)."""
-    cluster, pins = scenario.cluster, scenario.pins.layout
-    found = []
+    cluster, pins, zone = scenario.cluster, scenario.pins.layout, scenario.cluster.scope_size("zone")
+    found, legal = [], []
     for group in divisors(cluster.num_ranks):
         replicas, name = cluster.num_ranks // group, f"sparse_group {group}"
         if not _fits_hosts(group, cluster.devices_per_host):
             log.append(Excluded(what=name, why=f"does not fill or divide hosts of {cluster.devices_per_host}", kind="illegal"))
             continue
+        if not _fits_hosts(group, zone):
+            log.append(Excluded(what=name, why=f"does not fill or divide {_zones(cluster)}", kind="illegal"))
+            continue
+        legal.append(f"{group} x {replicas}")
         if pins.get("sparse_group", group) != group or pins.get("sparse_replicas", replicas) != replicas:
             log.append(Excluded(what=name, why="another sparse layout is pinned", kind="pinned"))
             continue
@@ -275,16 +290,47 @@ def _sparse(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, 
         scenario,
         "sparse_group, sparse_replicas, fully_sharded_2d and sync_every",
         [e for e in log if e.what.startswith("sparse")],
+        legal,
     )
 
 
-def _or_raise(found: list, scenario: ResolvedScenario, what: str, why: Iterable[Excluded]) -> list:
+def _shardable(scenario: ResolvedScenario, found: list[tuple[int, int, int, int]], log: list[Excluded], allow: bool) -> list:
+    """Without the sparse groups in which some table has no sharding left."""
+    pins = scenario.pins
+    kinds: dict[tuple, TableGroup] = {}
+    for table in scenario.model.tables:
+        for name in table.names if pins.sharding or pins.exclude.sharding else table.names[:1]:
+            key = (table.name, pins.option("sharding", name), pins.excluded("sharding", name))
+            kinds.setdefault(key, dataclasses.replace(table, name=name, count=1))
+    out: dict[int, str] = {}
+    for group in dict.fromkeys(row[0] for row in found):
+        try:
+            for table in kinds.values():
+                table_choices(scenario, table, group, allow=allow)
+        except UsageError as error:
+            out[group] = str(error).removeprefix(f"scenario {scenario.name}: ")
+            log.append(Excluded(what=f"sparse_group {group}", why=out[group], kind="illegal"))
+    left = [row for row in found if row[0] not in out]
+    if not left:
+        alike: dict[str, list[str]] = {}
+        for group, why in out.items():
+            alike.setdefault(why.replace(f"in a sparse group of {group}", "in sparse groups of {}", 1), []).append(str(group))
+        reasons = [why.replace("{}", ", ".join(groups), 1) for why, groups in alike.items()]
+        raise UsageError(f"scenario {scenario.name}: no sparse group can hold the tables: " + "; ".join(reasons))
+    return left
+
+
+def _or_raise(found: list, scenario: ResolvedScenario, what: str, why: Iterable[Excluded], legal: Iterable[str]) -> list:
+    """`found`; when it is empty UsageError with the pins, the reasons of what they ask for, and the legal values (size x number)."""
     if not found:
-        reasons = "; ".join(f"{e.what}: {e.why}" for e in why if e.kind == "illegal")
+        pins, world = scenario.pins.layout, scenario.cluster.num_ranks
+        asked = {pins[key] for key in ("fsdp", "sparse_group") if key in pins}
+        asked |= {world // pins[key] for key in ("ddp", "sparse_replicas") if key in pins}
+        illegal = [e for e in why if e.kind == "illegal"]
+        reasons = "; ".join(f"{e.what}: {e.why}" for e in illegal if int(e.what.split()[-1]) in asked)
         raise UsageError(
-            f"scenario {scenario.name}: no legal {what} under the pins {dict(scenario.pins.layout)} on "
-            f"{scenario.cluster.num_ranks} ranks"
-            f"{' (' + reasons + ')' if reasons else ''}"
+            f"scenario {scenario.name}: no legal {what} under the pins {dict(pins)} on {world} ranks{' (' + reasons + ')' if reasons else ''}; "
+            f"legal: {', '.join(legal)}"
         )
     return found
 
@@ -387,7 +433,8 @@ def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Exclud
         log += [Excluded(what=f"checkpoint {p}", why=UNASKED.replace("precision", "checkpoint"), kind="excluded") for p in lossy]
         policies = [p for p in policies if p not in QUANTIZED]
     if not precisions or not policies:
-        mine = [e for e in log if e.what.startswith(("precision", "checkpoint"))]
+        mine = [e for e in log if e.what.startswith("precision" if not precisions else "checkpoint")]
+        mine = [e for e in mine if e.kind != "pinned"] or mine
         raise UsageError(
             f"scenario {scenario.name}: region {region.name} has no "
             f"{'precision' if not precisions else 'checkpoint policy'} left: " + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in mine))
@@ -432,14 +479,19 @@ def table_choices(
             continue
         if sharding == "column_wise":
             widths = [n for n in divisors(table.dim) if 1 < n <= group and table.dim // n >= MIN_COLUMNS]
+            if not widths:
+                why = f"{table.dim} columns cannot be cut into 2 or more equal shards of at least {MIN_COLUMNS}, at most one a rank"
+                log.append(Excluded(what=f"sharding {sharding}", why=why, kind="illegal"))
             found += [TableChoice(sharding=sharding, num_shards=n) for n in widths]
         else:
             shards = {"table_wise": 1, "host_cached": 1, "table_row_wise": local}.get(sharding, group)
             found.append(TableChoice(sharding=sharding, num_shards=shards))
     if not found:
+        telling = [e for e in log if e.what.startswith("sharding") and e.kind != "pinned"]
+        pinned = f", {pins.option('sharding', name)} is pinned" if pins.option("sharding", name) else ""
         raise UsageError(
-            f"scenario {scenario.name}: table {table.name} has no sharding left in a sparse group of {group}: "
-            + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in log if e.what.startswith("sharding")))
+            f"scenario {scenario.name}: table {table.name} has no sharding left in a sparse group of {group}{pinned}: "
+            + "; ".join(dict.fromkeys(f"{e.what}: {e.why}" for e in telling))
         )
     return tuple(found)
 

@@ -10,13 +10,14 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 import pydantic
 
 from costmodel import units
 from costmodel.cluster import Cluster, Device, LinkTier, Price, Reliability
-from costmodel.model import Model
+from costmodel.model import Model, TableGroup
 from costmodel.workload import Workload
 
 # dataclass field -> (key in files, kind of quantity)
@@ -38,6 +39,14 @@ _QUANTITIES: dict[type, dict[str, tuple[str, units.Kind]]] = {
     Price: {"dollars_per_device_hour": ("per_device_hour", "$/h")},
     Cluster: {"host_memory_bytes": ("host_memory", "bytes"), "memory_budget": ("memory_budget", "bytes")},
 }
+FIGURES: dict[type, tuple[str, ...]] = {
+    Device: ("num_sms", "l2_bytes", "host_link_bandwidth"),
+    LinkTier: ("oversubscription",),
+    Cluster: ("reliability",),
+    Reliability: ("failures_per_device_hour", "restart_seconds", "startup_seconds", "checkpoint_bandwidth"),
+    TableGroup: ("ids_per_sample", "zipf", "dtype", "optimizer"),
+}
+"""Fields whose defaults are facts about somebody's job or machine: a prediction that rests on one says so, and `--strict` refuses it."""
 # NaN and infinity are YAML numbers, but no quantity of a model or a machine.
 Number = Annotated[float, pydantic.Strict(), pydantic.AllowInfNan(False)]
 _STRICT = {int: pydantic.StrictInt, float: Number, str: pydantic.StrictStr, bool: pydantic.StrictBool}
@@ -103,6 +112,29 @@ def file_model(cls: type) -> type[FileModel]:
     made = pydantic.create_model(cls.__name__, __base__=FileModel, __doc__=cls.__doc__, **definitions)
     made.target = cls
     return made
+
+
+def defaults(part: FileModel, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """(path, value) of every field of `FIGURES` in a file that was left out and took its default; what a part does not use is not asked for."""
+    for name, field in type(part).model_fields.items():
+        value, path = getattr(part, name), (*at, field.alias or name)
+        if name not in part.model_fields_set:
+            if name in FIGURES.get(part.target, ()) and not _unused(part, name):
+                yield path, value
+        elif isinstance(value, FileModel):
+            yield from defaults(value, path)
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, FileModel):
+                    yield from defaults(item, (*path, index))
+
+
+def _unused(part: FileModel, name: str) -> bool:
+    if part.target is TableGroup:
+        return name == "ids_per_sample" and getattr(part, "pooling", None) == "sequence"  # one id an event
+    if part.target is LinkTier:
+        return getattr(part, "scope", None) == "host"
+    return part.target is Device and getattr(part, "kind", None) == "cpu"
 
 
 def _attributes(value: Any) -> dict[str, Any]:

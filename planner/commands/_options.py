@@ -12,6 +12,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="The whole answer as on
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks on stderr.")]
 CalibrationOption = Annotated[Path | None, typer.Option("--calibration", help="Predict with this calibration file.", show_default=False)]
 CalibratedOnlyOption = Annotated[bool, typer.Option("--calibrated-only", help="Exit 5 when the device's calibration is missing or stale.")]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Refuse files that leave out a figure which the answer rests on.")]
 LedgerOption = Annotated[Path | None, typer.Option("--ledger", help="The ledger file; default: the one in the state directory.", show_default=False)]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.commands._options import CalibratedOnlyOption, CalibrationOption, JsonOption, QuietOption, begin
+from planner.commands._options import CalibratedOnlyOption, CalibrationOption, JsonOption, QuietOption, StrictOption, begin
 
 
 def command(
@@ -18,6 +18,7 @@ def command(
     bound: Annotated[bool, typer.Option("--bound", help="The closed form that is never above the simulated time.")] = False,
     calibration: CalibrationOption = None,
     calibrated_only: CalibratedOnlyOption = False,
+    strict: StrictOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -30,7 +31,8 @@ def command(
     from planner.report import console, terminal
 
     begin(quiet=quiet)
-    made = api.estimate(reference, calibration_file=calibration, calibrated_only=calibrated_only, mode="bound" if bound else "simulated")
+    mode = "bound" if bound else "simulated"
+    made = api.estimate(reference, calibration_file=calibration, calibrated_only=calibrated_only, mode=mode, strict=strict)
     for note in made.notes:
         console.say(f"note: {note}")
     if out is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.commands._options import CalibratedOnlyOption, CalibrationOption, JsonOption, QuietOption, ScenarioArgument, begin
+from planner.commands._options import CalibratedOnlyOption, CalibrationOption, JsonOption, QuietOption, ScenarioArgument, StrictOption, begin
 
 if TYPE_CHECKING:
     from planner.search import SearchResult
@@ -21,6 +21,7 @@ def command(
     cache: Annotated[bool, typer.Option(help="Take the answer of an earlier equal search from the state directory.")] = True,
     calibration: CalibrationOption = None,
     calibrated_only: CalibratedOnlyOption = False,
+    strict: StrictOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -35,7 +36,15 @@ def command(
     begin(quiet=quiet)
     if out is not None:
         check_writable(out)
-    result, found = api.search(scenario, calibration_file=calibration, calibrated_only=calibrated_only, time_limit=time_limit, top=top, cache=cache)
+    result, found = api.search(
+        scenario,
+        calibration_file=calibration,
+        calibrated_only=calibrated_only,
+        time_limit=time_limit,
+        top=top,
+        cache=cache,
+        strict=strict,
+    )
     if result.kept is not None:
         console.say(f"answer of an earlier equal search, kept in {result.kept} (--no-cache: search again)")
     for note in found.notes:

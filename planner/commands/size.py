@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.commands._options import CalibrationOption, JsonOption, QuietOption, ScenarioArgument, begin
+from planner.commands._options import CalibrationOption, JsonOption, QuietOption, ScenarioArgument, StrictOption, begin
 
 if TYPE_CHECKING:
     from planner.size import Point, Sizing
@@ -24,6 +24,7 @@ def command(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write size.{csv,parquet,svg}, plan.json there.", show_default=False)] = None,
     time_limit: Annotated[float | None, typer.Option(min=0.1, help="Seconds per size; default: the scenario's.", show_default=False)] = None,
     calibration: CalibrationOption = None,
+    strict: StrictOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -51,6 +52,7 @@ def command(
         most=max_gpus,
         time_limit=time_limit,
         calibration_file=calibration,
+        strict=strict,
         progress=lambda name: console.say(f"sizing: {name}"),
     )
     for note in found.notes:

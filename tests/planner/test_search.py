@@ -121,5 +121,5 @@ def test_nothing_fits_says_by_how_much_and_what_would_help():
     with pytest.raises(NoFeasiblePlan) as caught:
         search(tight, time_limit=20.0)
     text = str(caught.value)
-    assert "candidates fits into 2.79 GiB per rank" in text and "GiB missing" in text
+    assert "candidates fits into 2.794 GiB per rank (memory_budget; the device has 131.3 GiB)" in text and "GiB missing" in text
     assert "its largest parts: " in text and "ways out, each solved:" in text and "no memory_budget" in text
