@@ -158,7 +158,9 @@ def _of_traces(plan: Plan | None, result: RunResult | None, found: Sequence[trac
         for region, values in trace.meta.get("activations", {}).items():
             if values["largest"] >= activations.get(region, {"largest": 0.0})["largest"]:
                 activations[region] = values
-    tree = _tree(plan, made, predicted, result, measured, steps) if plan is not None and made is not None and predicted is not None else ()
+    tree: tuple[Rung, ...] = ()
+    if plan is not None and made is not None and ranks is not None and predicted is not None:
+        tree = _tree(plan, made, ranks, predicted, result, measured, steps)
     return Diagnosis(plan=plan, estimate=made, result=result, predicted=predicted, measured=measured, phases=phases, slowest_rank=_slowest(steps),
                      tree=tree, ranks=ranks, steps=tuple(tuple(s) for s in steps), activations=activations, notes=tuple(dict.fromkeys(notes)),
                      directory=directory)
@@ -197,7 +199,7 @@ def _phases(result: RunResult | None) -> Phases | None:
 
 # --- the metric tree ---
 
-def _tree(plan: Plan, made: Estimate, predicted: Accounting, result: RunResult | None, measured: Accounting | None,
+def _tree(plan: Plan, made: Estimate, ranks: SimulatedRanks, predicted: Accounting, result: RunResult | None, measured: Accounting | None,
           steps: Sequence[Sequence[tracesteps.RankStep]]) -> tuple[Rung, ...]:
     run = result.measured if result is not None else None
     no_run = "a run: planner run DIR"
@@ -212,11 +214,11 @@ def _tree(plan: Plan, made: Estimate, predicted: Accounting, result: RunResult |
     peak, flops, world = made.mfu_peak, made.flops_per_rank, plan.layout.world_size
     both("kernel", "MFU of compute-bound ops", "", _ratio(flops, predicted.seconds.get("compute", 0.0) * peak),
          _ratio(flops, measured.seconds.get("compute", 0.0) * peak) if measured else None, source="trace: model FLOPs / compute time / peak",
-         missing=no_trace)
-    for region, share in _modules(plan, steps)[:3]:
-        rungs.append(_rung("module", f"{region}: share of the step in its forward", "", share, "measured", "trace annotations", ""))
-    if not steps:
-        rungs.append(_rung("module", "share of each region's forward", "", None, "measured", "", no_trace))
+         missing=no_trace, cause="no op of the simulated step is bound by compute")
+    simulated_modules, traced = _simulated_modules(ranks), _modules(steps)
+    for region in list(simulated_modules)[:3]:
+        both("module", f"{region} forward, share of step", "", simulated_modules[region], traced.get(region), source="trace annotations",
+             missing=no_trace if not steps else "the traces have no annotation of this region")
     both("device", "local MFU", "", made.local_mfu, _ratio(flops, run.step_time_s.median * peak) if run and world == 1 else None,
          source="run on one rank", missing="a run of the same local batch on one rank", cause="")
     both("device", "examples per second and device", "/s", made.examples_per_second / world, run.examples_per_second / world if run else None,
@@ -267,7 +269,18 @@ def _losses(accounting: Accounting) -> float:
     return exposed + accounting.seconds.get("contention", 0.0) + _waits(accounting)
 
 
-def _modules(plan: Plan, steps: Sequence[Sequence[tracesteps.RankStep]]) -> list[tuple[str, float]]:
+def _simulated_modules(ranks: SimulatedRanks) -> dict[str, float]:
+    """Share of the average rank's step in each region's forward, the largest first."""
+    seconds: dict[str, float] = {}
+    for index, start, end in ranks.timeline.spans:
+        task = ranks.average.graph.tasks[index]
+        if task.region and task.phase == "forward" and task.kind == "compute":
+            seconds[task.region] = seconds.get(task.region, 0.0) + end - start
+    return {name: value / ranks.timeline.step_seconds for name, value in sorted(seconds.items(), key=lambda item: -item[1])}
+
+
+def _modules(steps: Sequence[Sequence[tracesteps.RankStep]]) -> dict[str, float]:
+    """The same of the median rank's traced steps."""
     seconds: dict[str, float] = {}
     total = 0.0
     for ranks in steps:
@@ -277,7 +290,7 @@ def _modules(plan: Plan, steps: Sequence[Sequence[tracesteps.RankStep]]) -> list
             if lane == "regions" and name.startswith("region:"):
                 region = name.removeprefix("region:")
                 seconds[region] = seconds.get(region, 0.0) + end - begin
-    return sorted(((name, value / total) for name, value in seconds.items()), key=lambda item: -item[1]) if total > 0 else []
+    return {name: value / total for name, value in seconds.items()} if total > 0 else {}
 
 
 def _costs(plan: Plan, made: Estimate, run: Any) -> list[Rung]:

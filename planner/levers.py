@@ -89,7 +89,7 @@ def levers(scenario: ResolvedScenario) -> tuple[Lever, ...]:
         Lever(name="local batch x2", constraints=("host", "synchronisation"), how="training recipe", apply=_double_batch),
         Lever(name="balance: base batch shuffling", constraints=("load_balance",), how="data reader", apply=_pin(batching="base_batch_shuffling")),
         Lever(name="balance: global", constraints=("load_balance",), how="data reader, one more exchange a step", apply=_pin(batching="global")),
-        Lever(name="layout and policies free", constraints=("hbm_capacity", "load_balance"), how="planner search", apply=_free),
+        Lever(name="layout, checkpoints free", constraints=("hbm_capacity", "load_balance"), how="planner search", apply=_free),
     ]
     for tier in tiers:
         exposed = (f"communication:{tier.name}",)

@@ -96,7 +96,8 @@ _CSS = """
 header{display:flex;justify-content:space-between;align-items:flex-start;gap:12px;max-width:1240px;margin:0 auto;padding:22px 16px 6px}
 h1{font-size:22px;margin:0}h2{font-size:15px;margin:0 0 8px}.sub{color:var(--soft);margin:3px 0 0;font-size:13.5px}
 main{max-width:1240px;margin:0 auto;padding:8px 16px 32px}
-button{font:inherit;font-size:12.5px;color:var(--soft);background:none;border:1px solid var(--line);border-radius:5px;padding:2px 8px;cursor:pointer}
+button{font:inherit;font-size:12.5px;color:var(--soft);background:none;border:1px solid var(--line);border-radius:5px;padding:2px 8px;
+cursor:pointer;white-space:nowrap}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin-bottom:14px}
 .tile,.card,.wide{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;min-width:0}
 .tile b{display:block;font-size:19px;font-weight:600;overflow-wrap:anywhere}.tile span{color:var(--soft);font-size:12.5px}
@@ -106,7 +107,7 @@ button{font:inherit;font-size:12.5px;color:var(--soft);background:none;border:1p
 .wide{margin-bottom:14px;overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13.5px}
 th{color:var(--soft);font-weight:500;text-align:left}
 th,td{padding:4px 10px 4px 0;border-bottom:1px solid var(--line);vertical-align:top}.r{text-align:right}
-td small{display:block;color:var(--soft);font-size:12px}td.unknown{color:var(--soft);font-style:italic}
+td.r{white-space:nowrap}td small{display:block;overflow-wrap:anywhere;color:var(--soft);font-size:12px}td.unknown{color:var(--soft);font-style:italic}
 ul{margin:0;padding-left:18px;font-size:13.5px}li{overflow-wrap:anywhere}
 @media(max-width:520px){main,header{padding-left:10px;padding-right:10px}.tile,.card,.wide{padding:10px}td,th{padding-right:7px;font-size:12.5px}
 .save{display:none}}

@@ -135,25 +135,26 @@ def _pareto(m: Material, title: str) -> Figure:
     own = (m.estimate.examples_per_second, m.estimate.memory.reserved.value)
     price = m.plan.cluster.price
     ys = [*frame["rate"], own[0]]
-    x = Axis(*spread([*(frame["memory"] / 2**30), own[1] / 2**30], log=False), 62, WIDTH - 14)
+    unit, name = (2**30, "GiB") if max(frame["memory"].max(), own[1]) >= 2**30 else (2**20, "MiB")
+    x = Axis(*spread([*(frame["memory"] / unit), own[1] / unit], log=False), 62, WIDTH - 14)
     y = Axis(*spread(ys, log=False), 236, 26)
-    parts = [axes(x, y, show_x=lambda v: f"{v:g}", show_y=show_count, name_x="memory of a rank [GiB]", name_y="examples per second")]
+    parts = [axes(x, y, show_x=lambda v: f"{v:g}", show_y=show_count, name_x=f"memory of a rank [{name}]", name_y="examples per second")]
     seen: set[tuple[int, int]] = set()
     for row in frame.itertuples():
-        place = (round(x.at(row.memory / 2**30)), round(y.at(row.rate)))
+        place = (round(x.at(row.memory / unit)), round(y.at(row.rate)))
         if place in seen:
             continue
         seen.add(place)
         solved = row.simulated_s == row.simulated_s
         parts.append(f'<circle cx="{place[0]}" cy="{place[1]}" r="{3 if solved else 2}" fill="var(--{"c0" if solved else "c1"})" opacity="0.75"/>')
-    parts.append(f'<circle cx="{x.at(own[1] / 2**30):.1f}" cy="{y.at(own[0]):.1f}" r="6" fill="none" stroke="var(--c6)" stroke-width="2.5"/>')
-    parts.append(text(x.at(own[1] / 2**30) - 10, y.at(own[0]) + 18, "this plan", "end"))
+    parts.append(f'<circle cx="{x.at(own[1] / unit):.1f}" cy="{y.at(own[0]):.1f}" r="6" fill="none" stroke="var(--c6)" stroke-width="2.5"/>')
+    parts.append(text(x.at(own[1] / unit) - 10, y.at(own[0]) + 18, "this plan", "end"))
     cost = ""
     if price is not None:
         dollars = [1e9 / r * world * price.dollars_per_device_hour / 3600 for r in (max(ys), own[0])]
         cost = f" At ${price.dollars_per_device_hour:g} per device hour: ${dollars[1]:,.0f} per billion examples here, ${dollars[0]:,.0f} at the top."
     return Figure(name="pareto", title=title, body="".join(parts), height=280, text=f"{len(frame)} candidates of the search; this plan is ringed",
-                  caption=f"Dark: planned and simulated. Light: bound and least memory only.{cost}")
+                  caption=f"Large dots: planned and simulated. Small: bound and least memory only.{cost}")
 
 
 def _memory(m: Material, title: str) -> Figure:
@@ -244,8 +245,9 @@ def _scatter(m: Material, title: str) -> Figure:
         parts.append(f'<circle cx="{x.at(predicted):.1f}" cy="{y.at(measured):.1f}" r="{5 if own else 3}" fill="var(--{"c6" if own else "c0"})">'
                      f"<title>{name}: {seconds(predicted)} predicted, {seconds(measured)} measured</title></circle>")
     shown = min(len(rows), 400)
+    runs = f"{shown} run{'' if shown == 1 else 's'}"
     return Figure(name="scatter", title=title, body="".join(parts), height=280, text=f"{shown} runs; {inside} inside their interval",
-                  caption=f"{shown} runs, {inside} inside their 90 % interval; this plan's are red. On the line prediction and measurement agree.")
+                  caption=f"{runs}, {inside} inside their 90 % interval; this plan's are red. On the line prediction and measurement agree.")
 
 
 def _timeline(m: Material, title: str) -> Figure:
