@@ -37,6 +37,7 @@ from costmodel.quantity import Source, worst
 from costmodel.regions import Region, regions
 from costmodel.sparse import GroupWork, TableLoads, group_work, table_loads
 from costmodel.stepgraph import COMPUTE, H2D, HOST, StepGraph, Task, tier_stream
+from costmodel.wire import LOW_WIRES, wire_bytes, wires
 
 # Main-thread time of a step outside everything else (loop, metrics) [Assumed where not measured].
 STEP_OVERHEAD_SECONDS = 2e-4
@@ -402,13 +403,6 @@ class _Builder:
         served = self.loads.served
         return float(max(1.0, served.max() / served.mean())) if len(served) and served.mean() > 0 else 1.0
 
-    @property
-    def payload(self) -> float:
-        """Bytes an element on the wire."""
-        if self.plan.wire is not None:
-            return dtype_bytes(self.plan.wire)
-        return 2.0 if all(t.dtype == "bf16" for t in self.plan.model.tables) else 4.0
-
     def sparse_forward(self) -> None:
         self.gather_replicas("tables gather forward")
         if self.plan.layout.sparse_group == 1 and self.loads.fetched is None:
@@ -430,8 +424,8 @@ class _Builder:
         served = [op("embedding_lookup", variant="sequence", ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
                      tables=1, dtype=w.table.dtype) for w in self.work if w.served_rows]
         self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
-        self.collective("embeddings", "all_to_all", self.wire_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
-        self.compute("spread", self.pricer.ops(self._spread(), FORWARD), "sparse")
+        self.collective("embeddings", "all_to_all", self.wire_bytes[0], group, deps=(), waits=True, max_over_mean=self.skewed)
+        self.compute("spread", self.pricer.ops([*self._spread(), *self.conversions(0)], FORWARD), "sparse")
 
     def fetch(self, name: str, kind: int) -> None:
         """Rows from host memory to the device, or back: on a GPU the host reads which and gathers them, then they cross the link; a CPU copies."""
@@ -457,12 +451,18 @@ class _Builder:
         served = [op("embedding_lookup", variant=_variant(w), ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
                      tables=1, dtype=w.table.dtype) for w in self.work if w.served_rows]
         self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
-        self.collective("embeddings", "all_to_all", self.wire_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
+        self.collective("embeddings", "all_to_all", self.wire_bytes[0], group, deps=(), waits=True, max_over_mean=self.skewed)
 
-    @property
-    def wire_bytes(self) -> float:
-        """What an average rank sends of rows (and gets of gradients)."""
-        return self.payload * float(self.loads.served.mean())
+    @functools.cached_property
+    def wire_bytes(self) -> tuple[float, float]:
+        """What an average rank sends of rows and gets of gradients."""
+        return wire_bytes(self.plan, self.loads)
+
+    def conversions(self, direction: int) -> list[Op]:
+        """Rows (0) or gradients (1) quantised by the sender and restored by the receiver, where the wire has fewer than 16 bits."""
+        if wires(self.plan.model.tables, self.plan.wire, self.plan.wire_gradients)[direction] not in LOW_WIRES:
+            return []
+        return [op("quantize", m=w.served_rows, n=w.served_width, count=2) for w in self.work if w.served_rows]
 
     def _spread(self) -> list[Op]:
         return [op("embedding_lookup", variant=_variant(w), ids=w.ids, unique=w.unique, dim=w.table.dim, rows=w.unique, tables=w.table.count,
@@ -540,8 +540,12 @@ class _Builder:
         layout = self.plan.layout
         if layout.sparse_group > 1 or self.loads.fetched is not None:
             if self.plan.exchange == "rows":
-                self.compute("gather gradients", self.pricer.ops(self._spread(), BACKWARD), "sparse")
-            self.collective("gradients", "all_to_all", self.wire_bytes, self.groups["sparse_group"], deps=(), waits=True, max_over_mean=self.skewed)
+                cost = self.pricer.ops(self._spread(), BACKWARD)
+                if conversions := self.conversions(1):
+                    cost = _summed([cost, self.pricer.ops(conversions, FORWARD)])
+                self.compute("gather gradients", cost, "sparse")
+            group, num_bytes = self.groups["sparse_group"], self.wire_bytes[1]
+            self.collective("gradients", "all_to_all", num_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
         if not last_microbatch:
             return
         self.gather_replicas("tables gather backward")

@@ -128,9 +128,9 @@ class Plan:
     `prediction` is an encoded `costmodel.estimate.Estimate`; `predict_only` lists reasons why no code here can execute the plan (empty: executable);
     `search` holds the certificate (status, gaps) where a search made it. `exchange`: what a rank is sent of pooled tables, distinct `rows` (the
     runtime) or bags `pooled` by their owner, one row a bag and row-wise shard (HugeCTR, torchrec); `wire`: number format of what is sent (default:
-    the tables'), `wire_gradients`: of what comes back (default: as `wire`, bf16 where that is below 16 bits; `costmodel.wire`). `gather`: what FSDP
-    gathers of weight matrices, copies in the compute dtype or `fp8` with a scale a row. `recipe`: what layers below 16 bits do besides
-    (`runtime.precision`). `emulated`: number formats that the device has not, whose numbers are exact and whose speed says nothing.
+    the tables'), `wire_gradients`: of what comes back (default: as `wire`, bf16 where that is below 16 bits; `costmodel.wire`). `recipe`: what
+    layers below 16 bits do besides (`runtime.precision.linear`). `emulated`: number formats that the device has not, whose numbers are exact and
+    whose speed says nothing.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -147,7 +147,6 @@ class Plan:
     exchange: Literal["rows", "pooled"] = "rows"
     wire: Wire | None = None
     wire_gradients: Wire | None = None
-    gather: Literal["compute", "fp8"] = "compute"
     recipe: tuple[RecipeOption, ...] = ()
     regions: tuple[RegionPlan, ...]
     tables: tuple[TablePlacement, ...]

@@ -31,6 +31,7 @@ from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
 from costmodel.regions import regions
 from costmodel.sparse import group_work
+from costmodel.wire import wire_bytes
 from planner.bounds import mean_loads
 from planner.pricing import Pricing
 
@@ -62,7 +63,7 @@ class _Bounds:
         self.calibration = pricing.calibration
         self.slow = pricing.slowest(pricing.base(0))[1]
         self.curves: list[tuple[np.ndarray, np.ndarray]] = []
-        self.sent: dict[tuple[int, int], tuple[float, float, float, float]] = {}
+        self.sent: dict[tuple[int, int], tuple[float, float, float, float, float]] = {}
 
     def per(self, names: Iterable[str], price: Callable[[int, Plan], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(`price` of one representative for each distinct combination of the columns `names`, stacked; which of them each candidate has)."""
@@ -187,10 +188,11 @@ class _Bounds:
         tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
         loads = mean_loads(plan, tokens)
         work, prices = group_work(plan, loads, 0, tokens), pricer(plan, self.calibration)
-        wire = (2.0 if all(t.dtype == "bf16" for t in plan.model.tables) else 4.0) * float(loads.served.mean())
+        rows, gradients = wire_bytes(plan, loads)
         self.sent[plan.layout.sparse_group, plan.local_batch] = (
             8.0 * sum(w.unique for w in work),
-            wire,
+            rows,
+            gradients,
             float(loads.weights[0]),
             float(loads.state[0]),
         )
@@ -248,12 +250,12 @@ class _Bounds:
     def sparse_moves(self, i: int, plan: Plan) -> np.ndarray:
         """`(4,)`: seconds of exchanges before forward in every micro-batch, of the exchange of gradients with its link, and of the replicas'
         average."""
-        ids, wire, weights, state = self.sent[plan.layout.sparse_group, plan.local_batch]
+        ids, sent, returned, weights, state = self.sent[plan.layout.sparse_group, plan.local_batch]
         net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
-        rows = net.cost("all_to_all", wire, group)
+        rows, gradients = net.cost("all_to_all", sent, group), net.cost("all_to_all", returned, group)
         gather, average = self.replica_seconds(plan, weights, state)
         return np.array(
-            [net.cost("all_to_all", ids, group).seconds + rows.seconds + gather, rows.seconds, self.link(rows.tier, missing=-2.0), average]
+            [net.cost("all_to_all", ids, group).seconds + rows.seconds + gather, gradients.seconds, self.link(rows.tier, missing=-2.0), average]
         )
 
     def replica_seconds(self, plan: Plan, weights: float, state: float) -> tuple[float, float]:

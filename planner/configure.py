@@ -20,7 +20,7 @@ from costmodel.precision import emulated, unfit_block
 from costmodel.regions import regions
 from planner.errors import UsageError
 from planner.scenario import ResolvedScenario
-from planner.space import CHECKPOINTS, PRECISIONS, predict_only_reasons
+from planner.space import CHECKPOINTS, PRECISIONS, low_precision_pins, predict_only_reasons
 
 # A table whose weights and state exceed this share of a rank's memory is spread over the group [Assumed: four such tables would fill a rank].
 _LARGE_TABLE = 0.25
@@ -55,6 +55,7 @@ def default_plan(scenario: ResolvedScenario) -> tuple[Plan, tuple[str, ...]]:
         seed=scenario.seed,
         transport=scenario.pins.transport or ("gloo" if scenario.cluster.device.kind == "cpu" else "nccl"),
         **{k: getattr(scenario.pins, k) for k in ("batching", "execution") if getattr(scenario.pins, k) is not None},
+        **low_precision_pins(scenario),
     )
     plan = dataclasses.replace(plan, predict_only=predict_only(plan), emulated=emulated(plan), fingerprints=plan.expected_fingerprints())
     return plan, tuple(notes)
@@ -75,8 +76,8 @@ def predict_only(plan: Plan) -> tuple[str, ...]:
     known = {r.name: r.block for r in regions(plan.model)}
     reasons |= {f"precision {o.precision} in {r.region}: {why}" for r in plan.regions for o in r.options
                 if (why := unfit_block(known[r.region], o.precision)) is not None}
-    if plan.exchange != "rows" or plan.wire is not None:
-        reasons.add("exchange: the runtime sends distinct rows in the tables' number format")
+    if plan.exchange != "rows":
+        reasons.add("exchange: the runtime sends distinct rows")
     return tuple(sorted(reasons))
 
 

@@ -41,7 +41,7 @@ from planner.ilp import CandidateProgram, Choice, MemoryRow, RegionRow, TableRow
 from planner.placement import Group, Items, place
 from planner.points import MAX_POINTS
 from planner.scenario import ResolvedScenario
-from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, predict_only_reasons, table_choices
+from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, low_precision_pins, predict_only_reasons, table_choices
 
 _HEAVIER = (1.1, 2.0)
 """Loads over the mean at which exchanges are priced for their slope; the least secant holds for all of them."""
@@ -103,6 +103,7 @@ class Pricing:
             seed=scenario.seed,
             layout=self.candidates.layout(i),
             **self.candidates.options(i),
+            **low_precision_pins(scenario),
             regions=self.first_options,
             tables=self.pinned_tables,
         )

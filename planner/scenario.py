@@ -36,7 +36,7 @@ import pydantic
 from costmodel.cluster import Cluster
 from costmodel.codec import suggest
 from costmodel.model import Model
-from costmodel.plan import Batching, Checkpoint, Precision, Sharding
+from costmodel.plan import Batching, Checkpoint, Precision, RecipeOption, Sharding, Wire
 from costmodel.units import show
 from costmodel.workload import Workload
 from planner import catalogue
@@ -115,9 +115,13 @@ class ScenarioFile(_Part):
     precision: dict[str, Precision] = {}
     checkpoint: dict[str, Checkpoint] = {}
     sharding: dict[str, Sharding] = {}
+    wire: Wire | None = None
+    wire_gradients: Wire | None = None
+    recipe: tuple[RecipeOption, ...] = ()
     exclude: ExcludeFile = ExcludeFile()
     search: SearchFile = SearchFile()
     tolerance: Number = pydantic.Field(default=0.35, gt=0)
+    ne_tolerance: Number = pydantic.Field(default=0.0005, gt=0)
     seed: Count = pydantic.Field(default=0, ge=0)
     variants: tuple[VariantFile, ...] = ()
     vary: dict[str, Annotated[tuple[Any, ...], pydantic.Field(min_length=1)]] = {}
@@ -149,6 +153,9 @@ class Pins:
     precision: dict[str, str] = dataclasses.field(default_factory=dict)
     checkpoint: dict[str, str] = dataclasses.field(default_factory=dict)
     sharding: dict[str, str] = dataclasses.field(default_factory=dict)
+    wire: str | None = None
+    wire_gradients: str | None = None
+    recipe: tuple[str, ...] = ()
     exclude: Exclusions = Exclusions()
 
     def option(self, what: Literal["precision", "checkpoint", "sharding"], name: str) -> str | None:
@@ -207,6 +214,7 @@ class ResolvedScenario:
     pins: Pins = Pins()
     search: SearchOptions = SearchOptions()
     tolerance: float = 0.35
+    ne_tolerance: float = 0.0005
     seed: int = 0
     path: Path | None = None
     description: str = ""
@@ -383,7 +391,8 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
         exclude=exclude,
         **{
             name: getattr(parsed, name)
-            for name in ("local_batch", "accumulation", "batching", "transport", "execution", "precision", "checkpoint", "sharding")
+            for name in ("local_batch", "accumulation", "batching", "transport", "execution", "precision", "checkpoint", "sharding", "wire",
+                         "wire_gradients", "recipe")
         },
     )
     left_out = [((slot, *path), value) for slot in _SLOTS for path, value in defaults(getattr(parsed, slot))]
@@ -397,6 +406,7 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
         pins=pins,
         search=search,
         tolerance=parsed.tolerance,
+        ne_tolerance=parsed.ne_tolerance,
         seed=parsed.seed,
         path=document.file,
         changes=changes,

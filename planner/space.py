@@ -448,6 +448,11 @@ def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Exclud
     return found
 
 
+def low_precision_pins(scenario: ResolvedScenario) -> dict[str, object]:
+    """The fields of Plan that only a scenario decides, as they change training: formats on the wire, and what layers below 16 bits do besides."""
+    return {name: getattr(scenario.pins, name) for name in ("wire", "wire_gradients", "recipe")}
+
+
 def table_choices(
     scenario: ResolvedScenario, table: TableGroup, group: int, *, allow: bool, log: list[Excluded] | None = None
 ) -> tuple[TableChoice, ...]:

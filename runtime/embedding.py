@@ -6,10 +6,10 @@ fused update. Else, one rank exchanging nothing, per micro-batch and in this ord
     forward    s: keys of every group sorted and made unique; rows counted per shard
                all-to-all of the counts, wait; all-to-all of row numbers (int64), wait
                s: one lookup per storage on the owner
-               all-to-all of rows (payload dtype), wait
+               all-to-all of rows (wire format), wait
                s: rows spread over the batch: pooled, or one an event -> the model's inputs, which are leaves of its graph
     backward   s: gradients of the inputs summed per unique row
-               all-to-all of row gradients (payload dtype), wait
+               all-to-all of row gradients (wire format), wait
                s: on the last micro-batch of a step: one fused update per storage over all micro-batches
 
 Gradients are those of the mean loss over the sparse group's samples. With several replicas of the group (plain 2D) every replica updates its
@@ -36,11 +36,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from costmodel.model import TableGroup
-from costmodel.plan import TablePlacement
+from costmodel.plan import TablePlacement, Wire
+from costmodel.wire import wires
 from kernels.embedding import embedding_pooled, embedding_sequence
 from runtime.batch import Batch
 from runtime.mesh import Meshes, all_to_all, wait
 from runtime.phases import PhaseTimer
+from runtime.precision.wire import WireFormat
 from runtime.shards import PlacedShard, place
 from runtime.tables import DTYPES, StoredTable, build_storages
 
@@ -75,11 +77,13 @@ class Exchange:
 class ShardedEmbeddings:
     """This rank's part of all tables. `forward` hands leaves to the model; after the model's backward, `backward` does the rest.
 
-    placements: one per table. payload: dtype on the wire; default bf16 where every table is, else fp32.
+    placements: one per table. wire, wire_gradients: number formats of rows and of their gradients between ranks (`costmodel.wire`). `sent_bytes`: of
+    both, what this rank has sent, its own part included.
     """
 
     def __init__(self, tables: tuple[TableGroup, ...], placements: tuple[TablePlacement, ...], meshes: Meshes, *, seed: int,
-                 learning_rate: float, sync_every: int = 1, timer: PhaseTimer | None = None) -> None:
+                 learning_rate: float, sync_every: int = 1, timer: PhaseTimer | None = None,
+                 wire: Wire | None = None, wire_gradients: Wire | None = None) -> None:
         self.tables, self.meshes, self.timer = tables, meshes, timer
         self.learning_rate, self.sync_every = learning_rate, sync_every
         self.group_size = meshes.layout.sparse_group
@@ -100,7 +104,8 @@ class ShardedEmbeddings:
         self._by_index = {s.spec.index: s for s in self.storages}
         self._replicated_gradients = {s.spec.index: torch.zeros((s.spec.num_rows, s.spec.width + 1), device=meshes.device)
                                       for s in self.storages if s.spec.replicated}
-        self.payload = torch.bfloat16 if tables and all(t.dtype == "bf16" for t in tables) else torch.float32
+        self.wire, self.wire_gradients = (WireFormat(name) for name in wires(tables, wire, wire_gradients))
+        self.sent_bytes = {"embeddings": 0, "gradients": 0}
         self.num_steps = 0
         self._pending: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {s.spec.index: [] for s in self.storages}
         self._lookups: list[Lookup] = []
@@ -169,10 +174,10 @@ class ShardedEmbeddings:
         return Exchange(begins=begins, counts=counts, asked=asked_of, received_rows=received, own=own)
 
     def _swap(self, source: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """All-to-all of elements in the payload's format: `sent[r]` of `source` go to rank r, `received[r]` come from it."""
+        """All-to-all of elements in the wire's format: `sent[r]` of `source` go to rank r, `received[r]` come from it."""
         if not self._sends:
             return source
-        found = torch.empty(sum(received), dtype=self.payload, device=self.meshes.device)
+        found = torch.empty(sum(received), dtype=source.dtype, device=self.meshes.device)
         wait(all_to_all(found, source, received, sent, self.meshes.sparse_group), self.timer)
         return found
 
@@ -180,11 +185,12 @@ class ShardedEmbeddings:
         """Owners look rows up and send them; `unique` is filled in place."""
         outgoing: list[list[Tensor]] = [[] for _ in range(self.group_size)]
         for stored, pieces in zip(self._exchanged, self._rows_by_storage()):
-            values = stored.lookup(torch.cat(pieces)).to(self.payload)
-            for source, piece in enumerate(values.split([p.numel() for p in pieces])):
-                outgoing[source].append(piece.flatten())
-        source = torch.cat([piece for pieces in outgoing for piece in pieces] or [self._empty()])
-        for shard, first, piece in self._pieces(self._swap(source, self._asking_elements(), self._asked_elements())):
+            values, units = self.wire.pack(stored.lookup(torch.cat(pieces))), self.wire.units(stored.spec.width)
+            for source, piece in enumerate(values.split([p.numel() * units for p in pieces])):
+                outgoing[source].append(piece)
+        source = torch.cat([piece for pieces in outgoing for piece in pieces] or [self._empty(self.wire)])
+        self.sent_bytes["embeddings"] += source.numel() * source.element_size()
+        for shard, first, piece in self._pieces(self._swap(source, self._asking_units(self.wire), self._asked_units(self.wire))):
             unique[shard.group][first:first + piece.shape[0], shard.col_begin:shard.col_end] = piece
         for shard, first, rows in self._exchange.own:
             unique[shard.group][first:first + len(rows)] = self._by_index[shard.storage].lookup(rows)
@@ -216,15 +222,19 @@ class ShardedEmbeddings:
         for shard, first, rows in exchange.own:
             total, grad = self._replicated_gradients[shard.storage], grads[shard.group][first:first + len(rows)]
             total.index_add_(0, rows, torch.cat([grad.float(), grad.new_ones((len(rows), 1), dtype=torch.float32)], dim=1))
-        pieces = [grads[s.group][first:first + count, s.col_begin:s.col_end].to(self.payload).flatten()
+        wire = self.wire_gradients
+        pieces = [wire.pack(grads[s.group][first:first + count, s.col_begin:s.col_end])
                   for s, first, count in zip(self.layout.wire, exchange.begins, exchange.counts)]
-        received = self._swap(torch.cat(pieces or [self._empty()]), self._asked_elements(), self._asking_elements())
+        source = torch.cat(pieces or [self._empty(wire)])
+        self.sent_bytes["gradients"] += source.numel() * source.element_size()
+        received = self._swap(source, self._asked_units(wire), self._asking_units(wire))
         by_source, position = [], 0
         for counts in self._counts_by_storage():
             row = []
             for stored, count in zip(self._exchanged, counts):
-                row.append(received[position:position + count * stored.spec.width].view(count, stored.spec.width))
-                position += count * stored.spec.width
+                size = count * wire.units(stored.spec.width)
+                row.append(wire.unpack(received[position:position + size], stored.spec.width))
+                position += size
             by_source.append(row)
         for i, (stored, rows) in enumerate(zip(self._exchanged, self._rows_by_storage())):
             grad = torch.cat([row[i] for row in by_source]).to(stored.weight.dtype)
@@ -288,14 +298,14 @@ class ShardedEmbeddings:
             position += n
         return sums
 
-    def _asking_elements(self) -> list[int]:
-        """Elements of rows that this rank gets from each rank."""
-        return self._sums_by_rank([count * s.width for s, count in zip(self.layout.wire, self._exchange.counts)])
+    def _asking_units(self, wire: WireFormat) -> list[int]:
+        """Elements of the wire's dtype that this rank gets from each rank."""
+        return self._sums_by_rank([count * wire.units(s.width) for s, count in zip(self.layout.wire, self._exchange.counts)])
 
-    def _asked_elements(self) -> list[int]:
-        """Elements of rows that each rank gets from this rank."""
+    def _asked_units(self, wire: WireFormat) -> list[int]:
+        """Elements of the wire's dtype that each rank gets from this rank."""
         mine = [s for s in self.layout.wire if s.rank == self.meshes.sparse_rank]
-        return [sum(count * s.width for s, count in zip(mine, counts)) for counts in self._exchange.asked]
+        return [sum(count * wire.units(s.width) for s, count in zip(mine, counts)) for counts in self._exchange.asked]
 
     def _counts_by_storage(self) -> list[list[int]]:
         """`[source][storage]`: rows that `source` asked of each of this rank's storages."""
@@ -313,11 +323,12 @@ class ShardedEmbeddings:
         """(shard, first unique position, `(count, width)`) of a buffer in wire order."""
         position = 0
         for shard, first, count in zip(self.layout.wire, self._exchange.begins, self._exchange.counts):
-            yield shard, first, received[position:position + count * shard.width].view(count, shard.width)
-            position += count * shard.width
+            size = count * self.wire.units(shard.width)
+            yield shard, first, self.wire.unpack(received[position:position + size], shard.width)
+            position += size
 
-    def _empty(self) -> Tensor:
-        return torch.empty(0, dtype=self.payload, device=self.meshes.device)
+    def _empty(self, wire: WireFormat) -> Tensor:
+        return torch.empty(0, dtype=wire.dtype, device=self.meshes.device)
 
 
 def table_keys(table: TableGroup, batch: Batch) -> Tensor:

@@ -66,7 +66,8 @@ class Parallelized:
 def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) -> Parallelized:
     """Applies `plan` to `model` in place. Raises ValueError for options that are not executable here."""
     embeddings = ShardedEmbeddings(plan.model.tables, plan.tables, meshes, seed=plan.seed, timer=timer,
-                                   learning_rate=plan.workload.sparse_learning_rate, sync_every=plan.layout.sync_every)
+                                   learning_rate=plan.workload.sparse_learning_rate, sync_every=plan.layout.sync_every,
+                                   wire=plan.wire, wire_gradients=plan.wire_gradients)
     if plan.batching == "padded":
         for encoder in model.sequences:
             encoder.pad()

@@ -83,8 +83,10 @@ def bounds_of(plan: Plan) -> BatchBound:
     template(dim=64, precision="fp32", checkpoint="none"),
     template(hosts=1, per_host=8), template(hosts=1, per_host=1), template(hosts=1, per_host=1, precision="fp32", checkpoint="none"),
     template(hosts=4, per_host=1, speed=0.3), template(CORE, hosts=1, per_host=2, precision="fp32", dim=64),
-    template(CORE, hosts=1, per_host=1, dim=64),
-], ids=["base", "fast links", "slow links", "large", "launch-bound", "one host", "one gpu", "one gpu fp32", "one a host", "cpu", "one core"])
+    template(CORE, hosts=1, per_host=1, dim=64), template(precision="fp8_row", checkpoint="quantized"),
+    dataclasses.replace(template(), wire="int4"), dataclasses.replace(template(CORE, hosts=1, per_host=2, dim=64), wire="fp8", wire_gradients="int8"),
+], ids=["base", "fast links", "slow links", "large", "launch-bound", "one host", "one gpu", "one gpu fp32", "one a host", "cpu", "one core", "8 bits",
+        "4-bit wire", "8-bit wire on cpu"])
 @pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
 def test_equals_the_scalar_bound_and_is_below_the_simulation(plan, count):
     columns = candidates(plan, count, seed=len(plan.model.name) + plan.cluster.num_hosts)

@@ -32,6 +32,7 @@ def plans(draw):
                       checkpoint=draw(POLICIES), sharding="row_wise", bandwidth=draw(st.sampled_from([1e8, 2e9, 1e11])),
                       layout={"sparse_group": group, "sparse_replicas": ranks // group, "reshard_after_forward": draw(st.booleans()),
                               "fully_sharded_2d": draw(st.booleans())},
+                      wire=draw(st.sampled_from([None, "fp8", "int4"])), wire_gradients=draw(st.sampled_from([None, "int8"])),
                       batching=draw(st.sampled_from(["jagged", "padded"])), execution=draw(st.sampled_from(["eager", "compile", "cuda_graph"])))
     second = RegionOption(count=1, precision=precision, checkpoint=draw(POLICIES))
     return dataclasses.replace(plan, regions=tuple(

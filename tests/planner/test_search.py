@@ -10,7 +10,7 @@ from planner.bounds import critical_chain
 from planner.errors import NoFeasiblePlan
 from planner.placement import PlacementError
 from planner.pricing import Pricing
-from planner.scenario import Pins, load_scenario
+from planner.scenario import Exclusions, Pins, load_scenario
 from planner.search import Search, search
 from planner.space import build_space
 
@@ -29,6 +29,24 @@ def test_equals_exhaustive_enumeration_of_simulated_time(seed):
     assert plans > 5 and best is not None and state.incumbent is not None
     assert state.incumbent.seconds == pytest.approx(best, rel=2e-6)
     assert state.certificate(state.lowest_open()).status == "optimal"
+
+
+def test_formats_below_16_bits_equal_enumeration_too():
+    """8 bits on the wire, in linear layers and in saved activations, priced in the program, the bounds and the simulation alike."""
+    scenario = instance(1)
+    device = dataclasses.replace(scenario.cluster.device, peak_flops={**scenario.cluster.device.peak_flops, "fp8": 1e15},
+                                 native_formats=(*scenario.cluster.device.native_formats, "fp8_row"))
+    scenario = dataclasses.replace(scenario, cluster=dataclasses.replace(scenario.cluster, device=device),
+                                   pins=dataclasses.replace(scenario.pins, wire="fp8", recipe=("low_weight_gradients",), precision={"*[!0]": "bf16"},
+                                                            checkpoint={"*[!0]": "none"}, exclude=Exclusions(
+                                       precision={"*": ("fp32", "fp8_tensor", "fp8_block", "mxfp8")}, checkpoint={"*": ("selective", "quantized4")})),
+                                   search=dataclasses.replace(scenario.search, risk_budget=1e9))
+    state = Search(scenario, None, time_limit=None, gap=0.0)
+    assert "fp8_row" in {c.precision for by in state.space.regions.values() for c in by}
+    best, _ = best_of_all(scenario)
+    state.run()
+    assert state.incumbent.plan.wire == "fp8" and state.incumbent.seconds == pytest.approx(best, rel=2e-6)
+    assert state.first[state.incumbent_at] <= state.incumbent.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", _slow(12, 16))

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import runtime_models as models
 import torch
@@ -197,6 +198,27 @@ def check_fully_sharded(world: int, out: Path) -> dict:
             "resumed": second.losses, "losses": train(plan, 6).losses}
 
 
+def check_wires(world: int, out: Path) -> dict:
+    """Six steps with each format of rows and gradients on the wire; bytes sent, and rows sent by width."""
+    found = {}
+    for rows, gradients in (("fp32", "fp32"), ("bf16", "bf16"), ("fp8", "bf16"), ("int8", "bf16"), ("int4", "bf16"), ("fp8", "fp8")):
+        plan = models.plan(Layout(fsdp=world, sparse_group=world), sharding="row_wise", wire=rows, wire_gradients=gradients)
+        trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
+        tables, counted = trainer.model.embeddings, {"embeddings": {}, "gradients": {}}
+
+        def watch(wire, what, counted=counted):
+            def pack(values):
+                width = values.shape[1]
+                counted[what][width] = counted[what].get(width, 0) + values.shape[0]
+                return wire.pack(values)
+            return SimpleNamespace(pack=pack, unpack=wire.unpack, units=wire.units, dtype=wire.dtype)
+
+        tables.wire, tables.wire_gradients = watch(tables.wire, "embeddings"), watch(tables.wire_gradients, "gradients")
+        trainer.train(6)
+        found[f"{rows}/{gradients}"] = {"losses": trainer.losses, "sent": tables.sent_bytes, "rows": counted}
+    return found
+
+
 def check_all_layers(world: int, out: Path) -> dict:
     """A model with every kind of layer, under two checkpoint policies."""
     layout = Layout(fsdp=world, sparse_group=world)
@@ -230,7 +252,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mesh.start(CPU)
     found = {}
-    for check in (check_curves, check_bf16, check_tables, check_replicas, check_fully_sharded, check_all_layers, check_resume):
+    for check in (check_curves, check_bf16, check_tables, check_replicas, check_fully_sharded, check_wires, check_all_layers, check_resume):
         try:
             found[check.__name__] = check(world, out)
         except Exception:
