@@ -130,7 +130,7 @@ class Plan:
     runtime) or bags `pooled` by their owner, one row a bag and row-wise shard (HugeCTR, torchrec); `wire`: number format of what is sent (default:
     the tables'), `wire_gradients`: of what comes back (default: as `wire`, bf16 where that is below 16 bits; `costmodel.wire`). `recipe`: what
     layers below 16 bits do besides (`runtime.precision.linear`). `emulated`: number formats that the device has not, whose numbers are exact and
-    whose speed says nothing.
+    whose speed says nothing. `ne_tolerance`: relative NE that `planner validate` allows the plan over itself in 16 bits.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -156,11 +156,12 @@ class Plan:
     search: dict[str, Any] = dataclasses.field(default_factory=dict)
     predict_only: tuple[str, ...] = ()
     emulated: tuple[str, ...] = ()
+    ne_tolerance: float = 0.0005
 
     def identity(self) -> str:
         """Content hash of what is executed (not of predictions or certificates)."""
         body = encode(self)
-        for key in ("prediction", "search", "fingerprints", "emulated"):
+        for key in ("prediction", "search", "fingerprints", "emulated", "ne_tolerance"):
             body.pop(key)
         return content_hash(body)
 

@@ -450,7 +450,7 @@ def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Exclud
 
 def low_precision_pins(scenario: ResolvedScenario) -> dict[str, object]:
     """The fields of Plan that only a scenario decides, as they change training: formats on the wire, and what layers below 16 bits do besides."""
-    return {name: getattr(scenario.pins, name) for name in ("wire", "wire_gradients", "recipe")}
+    return {name: getattr(scenario.pins, name) for name in ("wire", "wire_gradients", "recipe")} | {"ne_tolerance": scenario.ne_tolerance}
 
 
 def table_choices(

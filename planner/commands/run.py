@@ -40,13 +40,15 @@ def command(
     Example: planner run out/quickstart --steps 50
     """
     from costmodel.codec import encode
-    from planner import run
+    from planner import gates, run
     from planner.errors import UsageError
     from planner.ledger import Ledger
     from planner.report import console, terminal
     from planner.report.progress import Progress
 
     begin(quiet=quiet)
+    if (warning := gates.standing(*run.load_plan(directory))) is not None:
+        console.say(f"note: {warning}")
     meeting = run.Rendezvous(endpoint=rdzv_endpoint, node_rank=node_rank, id=rdzv_id)
     if trace is not None and not re.fullmatch(r"\d+:\d+", trace):
         raise UsageError(f"--trace {trace!r}: FIRST:END is needed, e.g. 5:8 for steps 5, 6 and 7")
