@@ -1,6 +1,6 @@
 """Blocks priced over many batch shapes at once: what `lower.Pricer` and `Block.saved_bytes` say of each shape, as arrays.
 
-Without a calibration an op's time is max(FLOPs / (peak u_c), bytes / (bandwidth u_m)) (costmodel.compute), which arrays of features go through as
+Without a calibration an op's time is a formula (`costmodel.compute.roofline`), which arrays of features go through as
 well as numbers do; so a block lists its ops once, with arrays `(n,)` for events, pairs and samples. Measured curves are read shape by shape.
 """
 from __future__ import annotations
@@ -11,8 +11,7 @@ import numpy as np
 
 from costmodel.blocks import BatchShape, Block, activation_dtype
 from costmodel.blocks.base import JaggedShape
-from costmodel.cluster import Device
-from costmodel.compute import DEFAULT_COMPUTE_UTILISATION, DEFAULT_MEMORY_UTILISATION, RANDOM_KINDS, RANDOM_ROWS_UTILISATION, limits, peak_flops
+from costmodel.compute import peak_flops, roofline
 from costmodel.lower import Pricer
 from costmodel.ops import FORWARD, Op, dtype_bytes
 from costmodel.precision import LOW_PRECISIONS
@@ -76,10 +75,3 @@ class BlockPrices:
 
     def _sum(self, ops: Sequence[Op], phase: str) -> np.ndarray:
         return np.broadcast_to(sum(roofline(one, way, self.prices.device) for one, way in self.prices.expanded(ops, phase)), len(self.batches))
-
-
-def roofline(one: Op, phase: str, device: Device) -> np.ndarray:
-    """`compute.roofline_seconds` of an op of the device whose features may be arrays."""
-    at_peak, at_bandwidth = limits(one, phase, device)
-    streaming = RANDOM_ROWS_UTILISATION if one.kind in RANDOM_KINDS else DEFAULT_MEMORY_UTILISATION
-    return np.maximum(at_peak / DEFAULT_COMPUTE_UTILISATION.get(one.kind, 1.0), at_bandwidth / streaming)

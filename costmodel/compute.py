@@ -1,21 +1,30 @@
-"""Time of one op without a curve: the roofline with documented default efficiencies.
+"""Time of one op without a curve: a roofline with documented default efficiencies.
 
-    t = max(FLOPs / (peak u_c), bytes / (bandwidth u_m))
+    GPU    t = sqrt((FLOPs / (peak u_c))^2 + (bytes / (bandwidth u_m))^2) + t_0        an op near the ridge pays for both roofs in part
+    host   t = max(FLOPs / (peak u_c), bytes / (bandwidth u_m))
 
-A calibrated op is its utilisation curve times the same roofline (`costmodel.calibration`), so that a curve carries over to other peaks.
+A calibrated op is its utilisation curve times the ideal roofline (`costmodel.calibration`), so that a curve carries over to other peaks.
 """
 from __future__ import annotations
 
-from costmodel.cluster import Device
-from costmodel.ops import KINDS, Op
+import numpy as np
 
-# Utilisation of an op that nobody measured [Assumed: large shapes on Hopper reach 60-75 % of dense peak in GEMM, 40-60 % in jagged attention, and
-# 70-90 % of bandwidth in streaming ops (facts: published H100 tables); the middle of the lower half]. The interval below spans what was seen.
-DEFAULT_COMPUTE_UTILISATION = {"linear": 0.60, "bmm": 0.40, "attention": 0.40}
-DEFAULT_MEMORY_UTILISATION = 0.65
-RANDOM_ROWS_UTILISATION = 0.45
-RANDOM_KINDS = ("embedding_lookup", "embedding_update")
-ROOFLINE_BELOW, ROOFLINE_ABOVE = 0.35, 0.75
+from costmodel.cluster import Device
+from costmodel.ops import BACKWARD, KINDS, Op
+
+# Utilisation of an op on a GPU that nobody measured [Measured: one H200, 2026-11-29, torch 2.11. bf16 GEMM 670-720 of 989 TFLOPS at 4096^3 and
+# 8192^3, 595-650 at M = 32k-65k, fp8 1,230-1,360 of 1,979. docs/results/kernels-h200.md: jagged self-attention forward 449-621, backward 247-305 by
+# 2.5 x forward; norms 3.0-4.1 of 4.8 TB/s; fused embedding update 1.8 TB/s by the bytes of `ops.KINDS`. index_select of 512-byte rows 1.7 TB/s]
+COMPUTE_UTILISATION = {"linear": 0.70, "bmm": 0.40, "attention": 0.50}
+ATTENTION_BACKWARD_UTILISATION = 0.22
+MEMORY_UTILISATION = {"embedding_lookup": 0.45, "embedding_update": 0.38}
+DEFAULT_MEMORY_UTILISATION = 0.80
+# Shortest kernel [Assumed: launch, ramp-up and tail of a grid on Hopper].
+KERNEL_SECONDS = 3e-6
+# The same of a host's core [Assumed: the middle of the lower half of what large shapes reach].
+HOST_COMPUTE_UTILISATION = {"linear": 0.60, "bmm": 0.40, "attention": 0.40}
+HOST_MEMORY_UTILISATION = {"embedding_lookup": 0.45, "embedding_update": 0.45}
+HOST_DEFAULT_MEMORY_UTILISATION = 0.65
 # Host time to launch one eager op [Measured: shared kernel notes, about 15 us on a Hopper host]; one replayed graph launches everything at once.
 EAGER_LAUNCH_SECONDS = 15e-6
 GRAPH_LAUNCH_SECONDS = 0.3e-6
@@ -48,12 +57,21 @@ def ideal_seconds(op: Op, phase: str, device: Device) -> float:
 
 
 def roofline_seconds(op: Op, phase: str, device: Device) -> float:
-    """The uncalibrated estimate of all repetitions, default utilisations applied."""
+    """The uncalibrated estimate of all repetitions."""
     if op.kind == "input":
         return op.count * HOST_INPUT_SECONDS + op.bytes(phase) / HOST_INPUT_BANDWIDTH
-    compute, memory = limits(op, phase, device)
-    streaming = RANDOM_ROWS_UTILISATION if op.kind in RANDOM_KINDS else DEFAULT_MEMORY_UTILISATION
-    return max(compute / DEFAULT_COMPUTE_UTILISATION.get(op.kind, 1.0), memory / streaming)
+    return float(roofline(op, phase, device))
+
+
+def roofline(op: Op, phase: str, device: Device) -> np.ndarray:
+    """`roofline_seconds` of an op that the device runs; its features may be arrays."""
+    at_peak, at_bandwidth = limits(op, phase, device)
+    if device.kind == "cpu":
+        reached = HOST_MEMORY_UTILISATION.get(op.kind, HOST_DEFAULT_MEMORY_UTILISATION)
+        return np.maximum(at_peak / HOST_COMPUTE_UTILISATION.get(op.kind, 1.0), at_bandwidth / reached)
+    matrix = ATTENTION_BACKWARD_UTILISATION if op.kind == "attention" and phase == BACKWARD else COMPUTE_UTILISATION.get(op.kind, 1.0)
+    memory = MEMORY_UTILISATION.get(op.kind, DEFAULT_MEMORY_UTILISATION)
+    return np.hypot(at_peak / matrix, at_bandwidth / memory) + op.count * KERNEL_SECONDS
 
 
 def limiting(op: Op, phase: str, device: Device) -> str:

@@ -15,7 +15,7 @@ once, `e` = bytes of the dtype:
     bce               0;            12m                        backward 12m              logits, labels, weights in fp32
     cross_entropy     0;            (e + 12) mn                backward the same         logits as fp32, log-probabilities kept in fp32
     unique            0;            32 ids                     ids sorted and made unique, inverse kept
-    embedding_lookup  0;            8 ids + e 2 ids dim        backward (spread rows back to unique ones) the same
+    embedding_lookup  0;            8 ids + e 2 ids dim        pooled: 8 ids + e ids dim, its sums are few; backward the first
     embedding_update  0;            8 ids + 4 ids dim + 2 e unique dim + state
     fsdp_gather       0;            8 parameters               one FSDP unit's copies and bookkeeping around an all-gather, its wait left out
     fsdp_reduce       0;            8 parameters               the same around its gradients' reduce-scatter
@@ -215,7 +215,7 @@ KINDS: dict[str, OpKind] = {
     "fsdp_reduce": OpKind(features=("parameters", "tensors"), phases=(STEP,), variants=("",), flops=_zero,
                           bytes=lambda f, v, e, p: 8 * f["parameters"]),
     "embedding_lookup": OpKind(features=_EMBEDDING, phases=_BOTH, variants=("pooled", "sequence"), flops=_zero,
-                               bytes=lambda f, v, e, p: 8 * f["ids"] + 2 * e * f["ids"] * f["dim"]),
+                               bytes=lambda f, v, e, p: 8 * f["ids"] + (2 - (v == "pooled" and p == FORWARD)) * e * f["ids"] * f["dim"]),
     "embedding_update": OpKind(features=_EMBEDDING, phases=(STEP,), variants=("rowwise_adagrad", "adagrad", "sgd", "adam"), flops=_zero,
                                bytes=_update_bytes),
     "adamw": OpKind(features=("parameters", "tensors"), phases=(STEP,), variants=("",), flops=_zero, bytes=lambda f, v, e, p: 28 * f["parameters"]),

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 
 from benchmarks.published.table import Published
-from costmodel.calibration import Calibration
+from costmodel.calibration import MINIMUM_WIDTH, Calibration
 from costmodel.calibration import load as load_calibration
 from costmodel.cluster import Cluster, Device, LinkTier
 from costmodel.codec import suggest
@@ -116,8 +116,9 @@ def _kernel(row: Published, device: Device, calibration: Calibration | None) -> 
         raise NotExpressible(str(error)) from error
     flops, num_bytes = one.flops(row.phase), one.bytes(row.phase)
     if calibration is None:
-        seconds = roofline_seconds(one, row.phase, device)
-        return Predicted(seconds=seconds, low=seconds, high=seconds, source="roofline", flops=flops, num_bytes=num_bytes)
+        seconds, width = roofline_seconds(one, row.phase, device), MINIMUM_WIDTH["roofline"]
+        return Predicted(seconds=seconds, low=seconds * math.exp(-width), high=seconds * math.exp(width), source="roofline", flops=flops,
+                         num_bytes=num_bytes)
     time = calibration.predict(one, row.phase, device=device)
     return Predicted(seconds=time.seconds, low=time.seconds * math.exp(-time.width), high=time.seconds * math.exp(time.width), source=time.source,
                      flops=flops, num_bytes=num_bytes)
