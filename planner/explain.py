@@ -22,10 +22,11 @@ from planner.ilp import MILLI, CandidateProgram
 from planner.scenario import ResolvedScenario
 from planner.search import Certificate, Search
 from planner.solver import solve
-from planner.space import Excluded
+from planner.space import BATCHINGS, EXECUTIONS, TRANSPORTS, Excluded, build_space, table_choices
 
 GIB = 2.0**30
 _SOLVE_SECONDS = 10.0
+KINDS = {"batching": BATCHINGS, "transport": TRANSPORTS, "execution": EXECUTIONS}
 _NOTHING = 1e-4
 """Gains below this share of a step are the gap of the solver."""
 _MOMENTS = {"forward": "the end of forward", "sparse": "the sparse phase", "optimizer": "the optimizer"}
@@ -72,6 +73,48 @@ class Explanation:
     sensitivities: tuple[Sensitivity, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The values of one choice that a search of the scenario may take."""
+
+    what: str
+    values: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What a search chooses from, without searching: `candidates` in number, every choice with its values, and what is out with why."""
+
+    candidates: int
+    offers: tuple[Offer, ...]
+    excluded: tuple[Excluded, ...]
+
+
+def listing(scenario: ResolvedScenario) -> Listing:
+    """The space of a scenario. Raises UsageError when pins and exclusions leave nothing."""
+    space = build_space(scenario)
+    columns, log = space.candidates.columns, []
+    offers = [Offer(what=name, values=tuple(f"{v}" for v in sorted(set(values.tolist())))) for name, values in columns.items() if name not in KINDS]
+    offers += [Offer(what=name, values=tuple(known[v] for v in sorted(set(columns[name].tolist())))) for name, known in KINDS.items()]
+    for what in ("precision", "checkpoint"):
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for region, options in space.regions.items():
+            alike.setdefault(tuple(dict.fromkeys(getattr(c, what) for c in options)), []).append(region)
+        offers += [Offer(what=f"{what} of {_some(names)}", values=values) for values, names in alike.items()]
+    groups = sorted(set(columns["sparse_group"].tolist()))
+    tables: dict[tuple[str, ...], list[str]] = {}
+    for table in scenario.model.tables:
+        one = dataclasses.replace(table, name=table.names[0], count=1)
+        found = dict.fromkeys(c.name for group in groups for c in table_choices(scenario, one, group, allow=space.predict_only, log=log))
+        tables.setdefault(tuple(found), []).append(table.name)
+    offers += [Offer(what=f"sharding of {_some(names)}", values=values) for values, names in tables.items()]
+    return Listing(candidates=len(space.candidates), offers=tuple(offers), excluded=tuple(dict.fromkeys((*space.excluded, *log))))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def explain(
     scenario: ResolvedScenario, calibration: Calibration | None, *, time_limit: float | None = None, gap: float | None = None, top: int | None = None
 ) -> Explanation:
@@ -85,8 +128,9 @@ def explain(
         from planner.infeasible import report
 
         raise NoFeasiblePlan(report(state))
-    certificate = state.certificate(state.lowest_open())
+    lowest = state.lowest_open()
     state.fill(options.top if top is None else top)
+    certificate = state.certificate(lowest)
     plan = state.finished(state.incumbent, certificate)
     made = estimate(plan, calibration)
     return Explanation(
@@ -142,7 +186,7 @@ def runners_up(state: Search, plan: Plan, high: float) -> Iterator[RunnerUp]:
 
 
 def sensitivities(plan: Plan, calibration: Calibration | None, seconds: float) -> Iterator[Sensitivity]:
-    """The same plan with faster links, memory, fewer SMs for collectives, and longer histories."""
+    """The same plan with faster links, memory, fewer SMs for collectives, fewer launches, and longer histories."""
     for what, changed in changes(plan):
         changed = dataclasses.replace(changed, fingerprints=changed.expected_fingerprints(), prediction={}, search={})
         made = estimate(changed, calibration)
@@ -167,6 +211,10 @@ def changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
             if transport != plan.transport:
                 moved = dataclasses.replace(plan, transport=transport)
                 yield f"SMs of collectives: {transport} for {plan.transport}", dataclasses.replace(moved, predict_only=predict_only(moved))
+        for execution in EXECUTIONS:
+            if execution != plan.execution:
+                moved = dataclasses.replace(plan, execution=execution)
+                yield f"launches of the host: {execution} for {plan.execution}", dataclasses.replace(moved, predict_only=predict_only(moved))
     for factor in (0.5, 2.0):
         lengths = {name: stretched(spec, factor) for name, spec in plan.workload.lengths.items()}
         yield f"histories x{factor:g}", dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, lengths=lengths))

@@ -21,6 +21,7 @@ from planner.scenario import ResolvedScenario, load_scenario
 class Row:
     """One variant's answer; `base` is the first row's name. Figures are None, and `reason` says why, where there is no feasible plan.
 
+    job: accumulation, batching, transport and execution.
     step_time_s with its interval; memory_bytes reserved per rank; speedup and cost_ratio against the base (> 1 is faster, < 1 is cheaper).
     """
 
@@ -30,6 +31,7 @@ class Row:
     num_ranks: int
     layout: str | None = None
     local_batch: int | None = None
+    job: str | None = None
     sharding: str | None = None
     options: dict[str, str] = dataclasses.field(default_factory=dict)
     step_time_s: float | None = None
@@ -84,6 +86,7 @@ def _row(scenario: ResolvedScenario, time_limit: float | None, calibrated_only: 
         num_ranks=scenario.cluster.num_ranks,
         layout=plan.layout.short,
         local_batch=plan.local_batch,
+        job=f"accumulation {plan.accumulation}, {plan.batching}, {plan.transport}, {plan.execution}",
         sharding=sharding(plan),
         options=options,
         step_time_s=step["value"],
@@ -106,7 +109,7 @@ def _against(row: Row, base: Row) -> Row:
         if row.dollars_per_billion_examples and base.dollars_per_billion_examples
         else None
     )
-    different = [name for name in ("layout", "local_batch", "sharding", "limiting") if getattr(row, name) != getattr(base, name)]
+    different = [name for name in ("layout", "local_batch", "job", "sharding", "limiting") if getattr(row, name) != getattr(base, name)]
     different += [f"{region}: {value}" for region, value in row.options.items() if base.options.get(region) not in (None, value)]
     return dataclasses.replace(row, speedup=row.examples_per_second / base.examples_per_second, cost_ratio=ratio, different=tuple(different))
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def command(
     plan: Annotated[str, typer.Argument(help="A scenario; with --against also a folder of a plan or run, or a plan.json.", show_default=False)],
     against: Annotated[str | None, typer.Option("--against", help="The other plan or run.", show_default=False)] = None,
+    space: Annotated[bool, typer.Option("--space", help="List what a search may choose and what is out with why; nothing is searched.")] = False,
     time_limit: Annotated[float | None, typer.Option(min=0.1, help="Seconds; default: the scenario's.", show_default=False)] = None,
     calibration: CalibrationOption = None,
     json: JsonOption = False,
@@ -38,6 +39,20 @@ def command(
             console.print_json(encode(compared))
         else:
             console.show(diagnosis.comparison(compared))
+        return
+    if space:
+        from planner.explain import listing
+        from planner.scenario import load_scenario
+
+        listed = listing(load_scenario(plan, with_variants=False))
+        if json:
+            console.print_json(encode(listed))
+            return
+        console.show(
+            f"{listed.candidates:,} candidates, each with the options of every region and table",
+            console.grid("offered", [("choice", "left"), ("values", "left")], [[o.what, ", ".join(o.values)] for o in listed.offers]),
+            console.grid("out", [("option", "left"), ("kind", "left"), ("why", "left")], [[e.what, e.kind, e.why] for e in listed.excluded]),
+        )
         return
     found = _explain(plan, time_limit, calibration)
     if json:

@@ -89,7 +89,7 @@ def _show(result: SearchResult) -> None:
     rows = [
         [
             str(rank),
-            terminal.seconds(plan.prediction["step_time"]["value"]),
+            terminal.seconds(plan.prediction["step_time"]["value"]) + (" (tie)" if 1 < rank <= 1 + result.ties else ""),
             terminal.gib(plan.prediction["memory"]["reserved"]["value"]),
             plan.prediction["limiting"],
             terminal.plan_line(plan),

@@ -66,12 +66,14 @@ def _cells(row: Row, base: Row) -> list[str]:
     assert row.examples_per_second is not None
     regions = sum(":" in d for d in row.different)
     words = [f"{d} {getattr(row, d)}" for d in row.different if d in ("sharding", "local_batch")]
+    if "job" in row.different and row.job and base.job:
+        words += [now for now, before in zip(row.job.split(", "), base.job.split(", ")) if now != before]
     words += [f"options of {regions} region{'s' if regions > 1 else ''}"] if regions else []
     return [
         row.name,
         terminal.seconds(row.step_time_s),
         show_count(row.examples_per_second),
-        f"{row.speedup:.2f}x" if row.speedup else "-",
+        f"{row.speedup:.3f}x" if row.speedup else "-",
         terminal.dollars(row.dollars_per_billion_examples),
         f"{row.cost_ratio:.2f}x" if row.cost_ratio else "-",
         terminal.gib(row.memory_bytes),

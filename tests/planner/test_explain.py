@@ -10,9 +10,19 @@ from costmodel.memory import BlockMemory
 from costmodel.workload import Lengths
 from planner.bounds import Cut, Durations
 from planner.cli import main
-from planner.explain import GIB, bindings, explain, stretched
+from planner.explain import GIB, bindings, explain, listing, stretched
 from planner.ilp import CandidateProgram, MemoryRow, RegionRow
-from planner.space import RegionChoice
+from planner.scenario import load_scenario
+from planner.space import (
+    BATCHINGS,
+    CHECKPOINTS,
+    EXECUTIONS,
+    PRECISIONS,
+    SHARDINGS,
+    TRANSPORTS,
+    RegionChoice,
+    build_space,
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +75,43 @@ def test_stretched_lengths():
     assert stretched(lognormal, 2.0) == dataclasses.replace(lognormal, median=200.0, maximum=2000, minimum=2)
     histogram = Lengths(kind="histogram", values=(0, 3, 10), weights=(1.0, 2.0, 3.0), minimum=0, maximum=10)
     assert stretched(histogram, 0.5).values == (0, 2, 5)
+
+
+def test_transports_and_executions_are_moves_of_their_own(found):
+    moves = {s.what: s.seconds for s in found.sensitivities}
+    launches = [moves[name] for name in ("launches of the host: compile for eager", "launches of the host: cuda_graph for eager")]
+    assert found.seconds * (1 + 1e-9) >= launches[0] >= launches[1] * (1 - 1e-9) and launches[1] < found.seconds
+
+
+def test_the_certificate_is_of_the_plan_that_is_shown(found):
+    assert found.certificate.incumbent == pytest.approx(found.plan.search["incumbent"])
+    assert all(r.seconds >= found.certificate.lowest_open * (1 - 1e-9) for r in found.runners_up)
+
+
+@pytest.mark.parametrize(("name", "predict_only"), [("gem-512xh200", False), ("gem-512xh200", True), ("dlrm-dcnv2", False)])
+def test_the_listing_has_every_option_offered_or_out(name, predict_only):
+    scenario = load_scenario(name, with_variants=False)
+    scenario = dataclasses.replace(scenario, search=dataclasses.replace(scenario.search, predict_only=predict_only))
+    listed = listing(scenario)
+    offered = {o.what: o.values for o in listed.offers}
+    assert listed.candidates == len(build_space(scenario).candidates)
+    for what, known in (("batching", BATCHINGS), ("transport", TRANSPORTS), ("execution", EXECUTIONS), ("precision", PRECISIONS),
+                        ("checkpoint", CHECKPOINTS), ("sharding", SHARDINGS)):
+        here = {v for key, values in offered.items() if key.split()[0] == what for v in values}
+        out = " ".join(e.what for e in listed.excluded if e.what.startswith(what))
+        assert all(any(v.startswith(option) for v in here) or option in out for option in known), what
+    assert all(e.why for e in listed.excluded)
+    assert ("ncclx" in offered["transport"]) == predict_only
+
+
+def test_the_space_on_the_command_line(capsys):
+    import json
+
+    assert main(["explain", "quickstart", "--space", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["candidates"] == 36 and {"what": "transport", "values": ["gloo"]} in answer["offers"]
+    assert main(["explain", "quickstart", "--space"]) == 0
+    assert "36 candidates" in capsys.readouterr().out
 
 
 def test_a_plan_cannot_be_explained_without_another(tmp_path, capsys):

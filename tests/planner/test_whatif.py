@@ -50,6 +50,15 @@ def test_rows_stand_against_the_base(varied):
     assert priced.step_time_s == base.step_time_s
 
 
+def test_what_changes_for_the_whole_job_is_said(varied, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    varied.write_text(TINY + "variants:\n  - {name: padded, set: {batching: padded}}\n")
+    base, padded = whatif.compare(varied)
+    assert padded.different[:1] == ("job",) and base.job != padded.job
+    assert main(["whatif", str(varied)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("padded")
+
+
 def test_the_table(varied, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal folds cells
     assert main(["whatif", str(varied)]) == 0
