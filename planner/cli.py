@@ -25,6 +25,7 @@ from planner.commands import (
     report,
     run,
     search,
+    sensitivity,
     size,
     validate,
     waterfall,
@@ -42,7 +43,8 @@ app = typer.Typer(
     epilog="Exit codes: 0 ok, 1 bug, 2 usage or invalid file, 3 no feasible plan, 4 target missed, 5 calibration required, "
     "6 run failed, 130 interrupted.",
 )
-for module in (doctor, data, calibrate, estimate, search, size, run, validate, whatif, ledger, diagnose, waterfall, explain, record, report, export):
+for module in (doctor, data, calibrate, estimate, search, sensitivity, size, run, validate, whatif, ledger, diagnose, waterfall, explain, record,
+               report, export):
     app.command(module.__name__.rsplit(".", 1)[-1])(module.command)
 
 

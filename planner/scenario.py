@@ -90,6 +90,7 @@ class SearchFile(_Part):
     top: Count = pydantic.Field(default=5, ge=1)
     predict_only: pydantic.StrictBool = False
     risk_budget: Number | None = pydantic.Field(default=None, ge=0)
+    sensitivity: pydantic.StrictStr | None = None
 
 
 class VariantFile(_Part):
@@ -173,8 +174,8 @@ class SearchOptions:
     """`time_limit` [s], `gap`: relative gap at which the search may stop, `top`: plans to keep.
 
     `predict_only` admits options that no code here can execute (the plan says so and `run` refuses it). `risk_budget`: numeric risk that all
-    blocks together
-    may take, in bf16 blocks (`planner.space.RISK`); None: no limit.
+    blocks together may take (`planner.space.RISK`); None: no limit, and nothing below 16 bits unless pinned. `sensitivity`: the file of `planner
+    sensitivity` whose figures the budget uses.
     """
 
     time_limit: float = 20.0
@@ -182,6 +183,7 @@ class SearchOptions:
     top: int = 5
     predict_only: bool = False
     risk_budget: float | None = None
+    sensitivity: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +399,8 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
     )
     left_out = [((slot, *path), value) for slot in _SLOTS for path, value in defaults(getattr(parsed, slot))]
     search = SearchOptions(**{name: getattr(parsed.search, name) for name in SearchFile.model_fields})
+    if parsed.search.sensitivity is not None:
+        search = dataclasses.replace(search, sensitivity=document.file.parent / parsed.search.sensitivity)
     return ResolvedScenario(
         name=parsed.name or document.file.stem,
         description=parsed.description,

@@ -28,6 +28,7 @@ from costmodel.precision import LOW_PRECISIONS, native, unfit_block
 from costmodel.regions import Region, regions
 from planner.errors import UsageError
 from planner.scenario import ResolvedScenario
+from planner.sensitivity import risks
 
 PRECISIONS = ("fp32", "bf16", "fp8_row", "fp8_tensor", "fp8_block", "mxfp8")
 CHECKPOINTS = ("none", "selective", "full", "quantized", "quantized4")
@@ -65,11 +66,10 @@ DRIFT = "replicas of the tables drift apart between averages, which changes trai
 UNASKED = "below 16 bits training changes; pin precision, or set search.risk_budget, to allow it"
 """Why a format below 16 bits is never chosen by itself."""
 EMULATED = ": it converts to another format and back; pin it to allow it"
-RISK = {"fp32": 0.0, "bf16": 1.0, "fp8_block": 2.0, "mxfp8": 2.0, "fp8_row": 2.5, "fp8_tensor": 3.0}
-"""Numeric risk of a block under a number format, in bf16 blocks. [Assumed: an ordering by scale granularity, not a
-measurement]"""
-SAVED_RISK = {"quantized": 1.5, "quantized4": 10.0}
-"""Numeric risk that saved activations in 8 or 4 bits add: they enter weight gradients. [Assumed]"""
+RISK = {"fp32": 0.0, "bf16": 10.0, "fp8_block": 2000.0, "mxfp8": 2500.0, "fp8_row": 2500.0, "fp8_tensor": 3000.0}
+SAVED_RISK = {"quantized": 1000.0, "quantized4": 30_000.0}
+"""Numeric risk of a block: 1e6 x noise power over signal power of its output; saved activations in 8 or 4 bits add that of its gradients. [Assumed
+where `search.sensitivity` names no file of `planner sensitivity`: the order of what gem-tiny's regions showed before training]"""
 HIGH_PRECISION_KINDS = ("sequence_input", "summary", "next_event", "heads")
 """Block kinds that keep 16 bits or more: their inputs are raw embeddings or their outputs are logits."""
 
@@ -85,7 +85,7 @@ class Excluded:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RegionChoice:
-    """One way to run a block: number format, checkpoint policy, numeric risk in bf16 blocks."""
+    """One way to run a block: number format, checkpoint policy, numeric risk (1e6 x noise over signal of its output)."""
 
     precision: str
     checkpoint: str
@@ -416,7 +416,7 @@ def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Exclud
             reason = Excluded(what=f"precision {name} in {region.name}", why=unfit, kind="illegal")
         if reason is None and name in LOW_PRECISIONS and not (pinned or allow or scenario.search.risk_budget is not None):
             reason = Excluded(what=f"precision {name}", why=UNASKED, kind="excluded")
-        if reason is None and RISK[name] > RISK["bf16"] and region.kind in HIGH_PRECISION_KINDS and pins.option("precision", region.name) is None:
+        if reason is None and name in LOW_PRECISIONS and region.kind in HIGH_PRECISION_KINDS and pins.option("precision", region.name) is None:
             reason = Excluded(what=f"precision {name} in {region.name}", why="inputs and last layers keep 16 bits or more", kind="illegal")
         if reason:
             log.append(reason)
@@ -441,7 +441,17 @@ def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Exclud
         )
     if "fp32" in precisions and lossy:
         log.append(Excluded(what=f"checkpoint {', '.join(lossy)} under fp32", why="activations are quantised from 16 bits", kind="illegal"))
-    found = tuple(RegionChoice(precision=p, checkpoint=c, risk=RISK[p] + SAVED_RISK.get(c, 0.0)) for p in precisions for c in policies
+    measured = risks(scenario.search.sensitivity, scenario.model.name)
+    if scenario.search.risk_budget is not None:
+        unknown = [name for name in (*precisions, *(p for p in policies if p in QUANTIZED)) if name != "fp32" and (region.name, name) not in measured]
+        if unknown:
+            log.append(Excluded(what=f"measured risk of {', '.join(unknown)} in {region.name}", kind="assumed",
+                                why="assumed figures stand in; `planner sensitivity` measures them"))
+
+    def risk(precision: str, checkpoint: str) -> float:
+        return measured.get((region.name, precision), RISK[precision]) + measured.get((region.name, checkpoint), SAVED_RISK.get(checkpoint, 0.0))
+
+    found = tuple(RegionChoice(precision=p, checkpoint=c, risk=risk(p, c)) for p in precisions for c in policies
                   if not (p == "fp32" and c in QUANTIZED))
     if not found:
         raise UsageError(f"scenario {scenario.name}: region {region.name}: {', '.join(policies)} needs a precision of 16 bits or less, not fp32")

@@ -75,11 +75,19 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
     if plan.execution not in ("eager", "compile"):
         raise ValueError(f"execution {plan.execution!r} is not executable; the runtime has eager, compile")
     wrapped = needs_fsdp(plan)
+    if not wrapped and any(option.precision != "fp32" for _, option in blocks):
+        for block, option in blocks:
+            if option.precision == "fp32":  # FSDP2 casts the inputs of a unit; what another block left in bf16 must be cast here too
+                block.register_forward_pre_hook(_in_fp32)
     for block, option in blocks:
         _transform(block, option, compiled=plan.execution == "compile", cast=not wrapped and option.precision != "fp32")
     if wrapped:
         _fully_shard(model, blocks, plan=plan, meshes=meshes, timer=timer)
     return Parallelized(dense=model, embeddings=embeddings)
+
+
+def _in_fp32(_block: nn.Module, inputs: tuple) -> tuple:
+    return tuple(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
 
 def _transform(block: nn.Module, option: RegionOption, *, compiled: bool, cast: bool) -> None:

@@ -1,0 +1,155 @@
+"""Formats below 16 bits: `python -m benchmarks.precision [--stage memory wire quality cuda] [--events N] [--seeds N] [--resume]`.
+
+    memory    saved activations of a wide block, 8 and 4 bits against 16, tracked bytes
+    wire      bytes of rows and gradients by format, packed by the runtime
+    quality   gate 2 of two recipes on the synthetic stream, one built to fail
+    cuda      linear layers forward and backward with their quantisation against bf16 (needs a device that multiplies the format)
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+
+import torch
+from torch import nn
+
+from benchmarks.results import Row, write
+from costmodel.model import LayerGroup
+from costmodel.plan import Plan
+from costmodel.wire import LOW_WIRES
+from planner import gates
+from planner.configure import default_plan
+from planner.scenario import load_scenario
+from runtime.data import open_source
+from runtime.memory import StorageTracker, storage_ids
+from runtime.model.registry import build_block
+from runtime.precision.linear import use_low_precision
+from runtime.precision.saved import QUANTIZED_POLICIES, quantize_saved
+from runtime.precision.wire import WireFormat
+from runtime.trainer import Trainer
+
+CPU = torch.device("cpu")
+TOLERANCE = 0.0005
+
+
+def memory() -> list[Row]:
+    """A transformer block of width 512 on 2,000 events in bf16."""
+    layer = LayerGroup(kind="self_attention", heads=8, head_dim=64, mlp_dim=2048)
+    offsets, sizes = torch.tensor([0, 500, 1200, 2000]), {}
+    for policy in ("none", *QUANTIZED_POLICIES):
+        torch.manual_seed(0)
+        block = build_block(512, layer).to(torch.bfloat16)
+        if policy != "none":
+            quantize_saved(block, policy, torch.bfloat16)
+        x = torch.randn(2000, 512, dtype=torch.bfloat16, requires_grad=True)
+        with StorageTracker() as tracker:
+            out = block(x * 1.0, offsets, 800)
+        sizes[policy] = tracker.alive_bytes(storage_ids([out, *block.parameters()]))
+    return [Row(name=f"saved activations under {policy}: less memory", value=1 - sizes[policy] / sizes["none"], unit="share", target=0.4,
+                note=f"measured here, tracked tensors on the CPU: {sizes[policy]:,} of {sizes['none']:,} bytes") for policy in QUANTIZED_POLICIES]
+
+
+def wire() -> list[Row]:
+    """Rows of width 128, scales included."""
+    rows = torch.randn(4096, 128)
+    wide = WireFormat("bf16").pack(rows)
+    return [Row(name=f"rows of width 128 in {name}, bytes over bf16", value=flat.numel() * flat.element_size() / (2 * wide.numel()), unit="ratio",
+                better="lower", note="counted in the packed tensor, scales included")
+            for name in LOW_WIRES for flat in [WireFormat(name).pack(rows)]]
+
+
+def recipes(events: int) -> dict[str, Plan]:
+    """gem-tiny on one CPU rank and a synthetic stream: row-wise fp8 layers, and a recipe built to fail: 4-bit saved activations everywhere,
+    tensor-wise layers with 8-bit weights' gradients."""
+    base, _ = default_plan(load_scenario("quickstart", with_variants=False))
+    cluster = dataclasses.replace(base.cluster, devices_per_host=1)
+    load = dataclasses.replace(base.workload, source=dataclasses.replace(base.workload.source, kind="synthetic", num_events=events), num_steps=None,
+                               epochs=1)
+    tables = tuple(dataclasses.replace(t, sharding="table_wise", ranks=(0,)) for t in base.tables)
+    base = dataclasses.replace(base, cluster=cluster, workload=load, layout=type(base.layout)(), tables=tables, accumulation=1, batching="jagged",
+                               local_batch=512, prediction={}, search={})
+
+    def with_(precision: dict[str, str], checkpoint: dict[str, str], **fields) -> Plan:
+        regions = tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(
+            o, precision=precision.get(r.region, "bf16"), checkpoint=checkpoint.get(r.region, "none")) for o in r.options)) for r in base.regions)
+        return dataclasses.replace(base, regions=regions, **fields)
+
+    low = ("history.0", "interaction")
+    everywhere = {r.region: "quantized4" for r in base.regions}
+    return {"row-wise fp8": with_(dict.fromkeys(low, "fp8_row"), {}),
+            "built to fail": with_(dict.fromkeys(low, "fp8_tensor"), everywhere, recipe=("low_weight_gradients",))}
+
+
+def quality(events: int, seeds: int) -> list[Row]:
+    """Gate 2 in this process: no process group is needed on one rank."""
+    known: dict[tuple, gates.Trained] = {}
+
+    def train(plan: Plan, _name: str) -> gates.Trained:
+        key = (plan.seed, plan.identity())
+        if key not in known:
+            start = time.perf_counter()
+            trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
+            trainer.train()
+            known[key] = max(trainer.evaluate().values()), (time.perf_counter() - start) / max(1, trainer.step)
+        return known[key]
+
+    rows = []
+    for name, plan in recipes(events).items():
+        found = gates.validate(dataclasses.replace(plan, emulated=("emulated",)), train, seeds=seeds, tolerance=TOLERANCE,
+                               events=events, blame=False, progress=lambda text, name=name: print(f"{name}: {text}", file=sys.stderr)).quality
+        more = f", {found.events_needed:,} events would decide" if found.events_needed else ""
+        note = (f"{found.verdict}: 95 % bounds {found.lower:+.5%} to {found.upper:+.5%}, allowed {TOLERANCE:.2%}; {seeds} seeds x {events:,} events "
+                f"of the synthetic stream on the CPU{more}")
+        rows.append(Row(name=f"gate 2, {name}: relative NE over bf16", value=found.mean, unit="ratio", better="lower", note=note))
+    return rows
+
+
+def cuda() -> list[Row]:
+    """Seconds of a linear layer's forward and backward, 8 bits over bf16, 16,384 rows."""
+    if not torch.cuda.is_available():
+        print("cuda: no device here; nothing measured", file=sys.stderr)
+        return []
+    rows, device = [], torch.device("cuda")
+    for width in (1024, 2048, 4096):
+        seconds = {precision: _seconds(width, precision, device) for precision in ("bf16", "fp8_row")}
+        name = f"linear {width} x {width}, row-wise fp8 forward and backward with quantisation"
+        rows.append(Row(name=name, value=seconds["bf16"] / seconds["fp8_row"], unit="x bf16", target=1.10 if width < 2048 else 1.25))
+    return rows
+
+
+def _seconds(width: int, precision: str, device: torch.device) -> float:
+    layer = nn.Linear(width, width, device=device, dtype=torch.bfloat16)
+    if precision != "bf16":
+        use_low_precision(layer, precision, device=device)
+    x = torch.randn(16_384, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad, start, end = torch.randn_like(x), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(30):
+        start.record()
+        layer(x).backward(grad)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return sorted(times[5:])[len(times[5:]) // 2]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.precision")
+    parser.add_argument("--stage", nargs="+", choices=("memory", "wire", "quality", "cuda"), default=["memory", "wire", "quality"])
+    parser.add_argument("--events", type=int, default=200_000, help="events of each training")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--resume", action="store_true", help="keep rows of an earlier file")
+    options = parser.parse_args(arguments)
+    stages = {"memory": memory, "wire": wire, "quality": lambda: quality(options.events, options.seeds), "cuda": cuda}
+    rows = [row for name in options.stage for row in stages[name]()]
+    device = "h200" if torch.cuda.is_available() else "cpu"
+    path = write(f"precision-{device}", rows, command="python -m benchmarks.precision " + " ".join(arguments or sys.argv[1:]), resume=options.resume,
+                 title="Formats below 16 bits", intro="Speed of these formats is measured on GPUs only; on the CPU they are emulated.")
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
