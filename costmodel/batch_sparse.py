@@ -54,7 +54,7 @@ class _Asked:
 
 
 class Recorder(_Builder):
-    """The lowering's builder, which writes down collectives instead of pricing them."""
+    """The lowering's builder, which writes down collectives instead of pricing them. What `input_overlap` may hide is left out: a lower bound."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -63,11 +63,15 @@ class Recorder(_Builder):
         self.synced = False
 
     def add(self, task: Task) -> int:
+        if self.overlaps and task.name == "unique ids":
+            return super().add(task)
         self.found[_ONE_NAME.get(task.name, task.name)] = task
         self.synced = self.synced or task.stream == HOST
         return super().add(task)
 
-    def collective(self, name: str, kind: str, num_bytes: float, group: GroupShape, *, max_over_mean: float = 1.0, **_: object) -> int | None:
+    def collective(self, name: str, kind: str, num_bytes: float, group: GroupShape, *, max_over_mean: float = 1.0, apart: bool = False,
+                   **_: object) -> int | None:
+        num_bytes = 0.0 if apart else num_bytes
         self.asked[_ONE_NAME.get(name, name)] = _Asked(kind=kind, num_bytes=num_bytes, replicas=group is self.groups["sparse_replicas"],
                                                        max_over_mean=max_over_mean)
         return self.last
@@ -123,7 +127,7 @@ def _record(run: Evaluation, plan: Plan) -> Recorder:
             made.gather_replicas(name)
         made.average_replicas()
         made.asked = {**plain, **{f"full:{name}": asked for name, asked in made.asked.items()}}
-    known = {*_BEFORE, *_AFTER, *_TAIL, "input wait", "splits"}
+    known = {*_BEFORE, *_AFTER, *_TAIL, "input wait", "ids wait", "splits"}
     unknown = {name.removeprefix("full:") for name in (*made.found, *made.asked)} - known
     assert not unknown, f"tasks of the sparse phase that the batch does not know: {sorted(unknown)}"
     run.owner.records[key] = made

@@ -3,6 +3,7 @@
 Per micro-batch, as the runtime issues it (runtime/trainer.py, runtime/parallelize.py, runtime/embedding.py):
 
     input -> sparse forward -> per block: gather, compute -> loss -> per block backwards: gather, recompute, compute, reduce -> sparse backward
+    with `input_overlap` the next micro-batch's ids are made unique behind this one's lookup, counts cross during its forward, ids from there on
     then AdamW; with several replicas of a sparse group their average every `sync_every` steps
 
 The FSDP unit is a block. Dependencies of collectives:
@@ -318,6 +319,8 @@ class _Builder:
         self.compute_bound = 0.0
         self.load = 0.0
         self.last: int | None = None
+        self.counted: int | None = None
+        self.sent: int | None = None
         self.wrapped = needs_fsdp(plan)
         self.units = [_Unit(region, option.precision, option.checkpoint) for region, options in _options(plan)
                       for option in options for _ in range(option.count)]
@@ -339,12 +342,13 @@ class _Builder:
         return index
 
     def collective(self, name: str, kind: str, num_bytes: float, group: GroupShape, *, deps: Sequence[int | None], region: str = "",
-                   waits: bool = False, max_over_mean: float = 1.0, share: float = 1.0) -> int | None:
-        """A collective on its tier's stream; `waits`: the compute chain goes on after it. share: fraction of steps that run it."""
+                   waits: bool = False, apart: bool = False, max_over_mean: float = 1.0, share: float = 1.0) -> int | None:
+        """A collective on its tier's stream; `waits`: the compute chain goes on after it, `apart`: it does not, on a CPU either. share: fraction of
+        steps that run it."""
         cost = self.net.cost(kind, num_bytes, group, max_over_mean=max_over_mean)
         if not cost.tier:
             return None
-        chained = waits or not self.gpu
+        chained = not apart and (waits or not self.gpu)
         index = self.add(Task(name=name, stream=tier_stream(cost.tier), seconds=cost.seconds * share,
                               deps=_deps(*deps, self.last if chained else None), phase="exposed_communication", region=region, kind="collective",
                               bytes=num_bytes * share, source=cost.source, sm_fraction=cost.share if self.gpu else 0.0))
@@ -366,6 +370,7 @@ class _Builder:
             self.input()
             self.sparse_forward()
             self.forward()
+            self.send_ids()
             reductions = self.backward(reduce=last)
             self.sparse_backward(last)
         self.optimizer(reductions)
@@ -414,18 +419,49 @@ class _Builder:
         if self.plan.exchange == "pooled":
             self.pooled_forward(group)
             return
-        self.compute("unique ids", self.pricer.ops([op("unique", ids=w.ids) for w in self.work], FORWARD), "sparse")
-        # one count a shard: a few bytes, all latency
-        if self.loads.served.any():
-            self.collective("counts", "all_to_all", 8.0 * len(self.plan.tables) * 2, group, deps=(), waits=True)
-        self.host_sync("splits")
-        self.collective("ids", "all_to_all", 8.0 * sum(w.asked for w in self.work), group, deps=(), waits=True, max_over_mean=self.skewed)
+        if self.overlaps:
+            # the ids of a step's first micro-batch crossed in the step before
+            self.compute("ids wait", NO_COST, "sparse", deps=(self.sent,))
+        else:
+            self.unique_ids(apart=False)
+            self.host_sync("splits")
+            self.collective("ids", "all_to_all", self.id_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
         self.fetch("host rows", 0)
         served = [op("embedding_lookup", variant="sequence", ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
                      tables=1, dtype=w.table.dtype) for w in self.work if w.served_rows]
         self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
         self.collective("embeddings", "all_to_all", self.wire_bytes[0], group, deps=(), waits=True, max_over_mean=self.skewed)
         self.compute("spread", self.pricer.ops([*self._spread(), *self.conversions(0)], FORWARD), "sparse")
+        if self.overlaps:
+            self.counted = self.unique_ids(apart=True)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.plan.input_overlap and self.plan.layout.sparse_group > 1 and self.plan.exchange == "rows"
+
+    @property
+    def id_bytes(self) -> float:
+        return 8.0 * sum(w.asked for w in self.work)
+
+    def unique_ids(self, *, apart: bool) -> int | None:
+        """Ids made unique, and one count a shard exchanged: a few bytes, all latency."""
+        unique = self.compute("unique ids", self.pricer.ops([op("unique", ids=w.ids) for w in self.work], FORWARD), "sparse")
+        if not self.loads.served.any():
+            return unique
+        counts = self.collective("counts", "all_to_all", 8.0 * len(self.plan.tables) * 2, self.groups["sparse_group"], waits=True, apart=apart,
+                                 deps=(unique,) if apart else ())
+        return unique if counts is None else counts
+
+    def send_ids(self) -> None:
+        """Behind forward the host reads the counts of the next micro-batch, and its ids cross beside what follows."""
+        if not self.overlaps:
+            return
+        if self.gpu:
+            self.add(Task(name="splits", stream=HOST, seconds=0.0, deps=_deps(self.counted), phase="sparse", kind="host"))
+        else:
+            self.compute("counts wait", NO_COST, "sparse", deps=(self.counted,))
+        self.sent = self.collective("ids", "all_to_all", self.id_bytes, self.groups["sparse_group"], apart=True, max_over_mean=self.skewed,
+                                    deps=(self.counted,) if self.gpu else (self.counted, self.last))
 
     def fetch(self, name: str, kind: int) -> None:
         """Rows from host memory to the device, or back: on a GPU the host reads which and gathers them, then they cross the link; a CPU copies."""

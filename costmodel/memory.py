@@ -14,7 +14,8 @@ Every parameter `(d0, ...)` is sharded on d0 over the fsdp group, padded: ceil(d
     unsharded_parameters   gathered parameters (fsdp > 1) or copies (below fp32) in their compute dtype; two neighbouring blocks when resharded
                            after forward, else, and on one rank, all of them from their forward to their backward; plus the unsharded
                            gradient of one block
-    input                  `INPUT_BATCHES` batches in the pipeline: int64 ids and offsets, fp32 dense features and labels
+    input                  `INPUT_BATCHES` batches in the pipeline: int64 ids and offsets, fp32 dense features and labels; with `input_overlap` one
+                           more, its distinct ids and every id's place among them
     buffers                rows and gradients on the wire; on a GPU also the communicators' own buffers and the libraries' workspaces
     overhead               CUDA context and the allocator's slack: from the calibration, else assumed
 
@@ -118,7 +119,7 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     if plan.layout.fully_sharded_2d and plan.layout.sparse_replicas > 1:
         in_flight = tables + state
         tables, state = tables / plan.layout.sparse_replicas, state / plan.layout.sparse_replicas
-    inputs = INPUT_BATCHES * input_bytes(plan, batch)
+    inputs = INPUT_BATCHES * input_bytes(plan, batch) + (distributed_bytes(plan, batch) if plan.input_overlap else 0.0)
     gpu = plan.cluster.device.kind == "gpu"
     buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * _communicators(plan) + _library_bytes(calibration) if gpu else 0.0)
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
@@ -190,6 +191,13 @@ def input_bytes(plan: Plan, batch: BatchShape) -> float:
     pooled = sum(t.count for t in plan.model.tables if t.sequence is None)
     offsets = batch.samples * (pooled + len(tokens))
     return 8.0 * (ids + offsets) + 4.0 * batch.samples * (plan.model.num_dense_features + len(plan.model.heads))
+
+
+def distributed_bytes(plan: Plan, batch: BatchShape) -> float:
+    """The micro-batch whose ids are under way while another one is computed."""
+    tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
+    ids = [(t, ids_per_table(t, batch.samples, tokens)) for t in plan.model.tables]
+    return input_bytes(plan, batch) + 8.0 * sum(t.count * (n + expected_unique(t.rows, t.zipf, n)) for t, n in ids)
 
 
 def embedding_bytes(plan: Plan, batch: BatchShape) -> float:

@@ -131,6 +131,7 @@ class Plan:
     the tables'), `wire_gradients`: of what comes back (default: as `wire`, bf16 where that is below 16 bits; `costmodel.wire`). `recipe`: what
     layers below 16 bits do besides (`runtime.precision.linear`). `emulated`: number formats that the device has not, whose numbers are exact and
     whose speed says nothing. `ne_tolerance`: relative NE that `planner validate` allows the plan over itself in 16 bits.
+    `input_overlap`: the ids of the next micro-batch are exchanged while this one is computed, instead of when they are needed.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -145,6 +146,7 @@ class Plan:
     transport: str = "nccl"
     execution: Literal["eager", "compile", "cuda_graph"] = "eager"
     exchange: Literal["rows", "pooled"] = "rows"
+    input_overlap: bool = False
     wire: Wire | None = None
     wire_gradients: Wire | None = None
     recipe: tuple[RecipeOption, ...] = ()

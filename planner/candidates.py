@@ -190,7 +190,7 @@ class _Bounds:
         work, prices = group_work(plan, loads, 0, tokens), pricer(plan, self.calibration)
         rows, gradients = wire_bytes(plan, loads)
         self.sent[plan.layout.sparse_group, plan.local_batch] = (
-            8.0 * sum(w.unique for w in work),
+            0.0 if plan.input_overlap else 8.0 * sum(w.asked for w in work),
             rows,
             gradients,
             float(loads.weights[0]),
@@ -228,7 +228,8 @@ class _Bounds:
                 )
                 for w in work
             ]
-            forward += time([op("unique", ids=w.ids) for w in work], FORWARD) + time(served, FORWARD)
+            hidden = 0.0 if plan.input_overlap else time([op("unique", ids=w.ids) for w in work], FORWARD)
+            forward += hidden + time(served, FORWARD)
         update = time(
             [
                 op(

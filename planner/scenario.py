@@ -124,6 +124,7 @@ class ScenarioFile(_Part):
     tolerance: Number = pydantic.Field(default=0.35, gt=0)
     ne_tolerance: Number = pydantic.Field(default=0.0005, gt=0)
     seed: Count = pydantic.Field(default=0, ge=0)
+    input_overlap: bool = False
     variants: tuple[VariantFile, ...] = ()
     vary: dict[str, Annotated[tuple[Any, ...], pydantic.Field(min_length=1)]] = {}
 
@@ -218,6 +219,7 @@ class ResolvedScenario:
     tolerance: float = 0.35
     ne_tolerance: float = 0.0005
     seed: int = 0
+    input_overlap: bool = False
     path: Path | None = None
     description: str = ""
     changes: tuple[Change, ...] = ()
@@ -412,6 +414,7 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
         tolerance=parsed.tolerance,
         ne_tolerance=parsed.ne_tolerance,
         seed=parsed.seed,
+        input_overlap=parsed.input_overlap,
         path=document.file,
         changes=changes,
         defaults=tuple(

@@ -12,6 +12,10 @@ fused update. Else, one rank exchanging nothing, per micro-batch and in this ord
                all-to-all of row gradients (wire format), wait
                s: on the last micro-batch of a step: one fused update per storage over all micro-batches
 
+With `input_overlap` the ids of the next micro-batch are on their way meanwhile (`distribute`, `send`): made unique behind this one's lookup, their
+counts cross during its forward and the row numbers from there on; the next `forward` waits for those alone. On CUDA a stream of its own does it, so
+that reading the counts waits for nothing else.
+
 Gradients are those of the mean loss over the sparse group's samples. With several replicas of the group (plain 2D) every replica updates its
 own copy from its own samples; every `sync_every` steps weights and optimizer state are averaged over the replicas, which for SGD at
 `sync_every = 1` is the update with the global mean gradient. Adagrad then averages an accumulator of per-group squares; nothing is rescaled.
@@ -74,6 +78,27 @@ class Exchange:
     own: list[tuple[PlacedShard, int, Tensor]]
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Distribution:
+    """Ids of one micro-batch on their way to the owners. keys: by table group (distinct keys `(U,)`, each id's place among them `(N,)`); `rows`: row
+    numbers in wire order. `work`: the collective in flight, of the counts, then of the row numbers."""
+
+    keys: dict[str, tuple[Tensor, Tensor]]
+    begins: list[int]
+    counts: list[int]
+    rows: Tensor
+    own: list[tuple[PlacedShard, int, Tensor]]
+    sent: bool = False
+    asked: Tensor | None = None
+    asked_of: list[list[int]] = dataclasses.field(default_factory=list)
+    received: Tensor | None = None
+    work: dist.Work | None = None
+
+    def tensors(self) -> list[Tensor]:
+        found = [t for pair in self.keys.values() for t in pair] + [rows for *_, rows in self.own]
+        return found + [t for t in (self.rows, self.asked, self.received) if t is not None]
+
+
 class ShardedEmbeddings:
     """This rank's part of all tables. `forward` hands leaves to the model; after the model's backward, `backward` does the rest.
 
@@ -87,6 +112,7 @@ class ShardedEmbeddings:
         self.tables, self.meshes, self.timer = tables, meshes, timer
         self.learning_rate, self.sync_every = learning_rate, sync_every
         self.group_size = meshes.layout.sparse_group
+        self.stream = torch.cuda.Stream() if meshes.device.type == "cuda" else None
         self.layout = place(tables, placements, self.group_size)
         self.storages = build_storages(self.layout, tables, meshes.sparse_rank, device=meshes.device, seed=seed)
         if meshes.sparse_replicas is not None and meshes.layout.fully_sharded_2d:
@@ -118,18 +144,46 @@ class ShardedEmbeddings:
 
     # --- forward ---
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Table group name -> `(C, B, dim)` for pooled groups, `(C, T, dim)` for sequence groups; leaves that require gradients."""
+    def forward(self, batch: Batch, distribution: Distribution | None = None) -> dict[str, Tensor]:
+        """Table group name -> `(C, B, dim)` for pooled groups, `(C, T, dim)` for sequence groups; leaves that require gradients. `distribution`: what
+        `distribute` made of the same batch."""
+        self._join(batch, distribution)
         weights = [s.weight_shard for s in self.storages if s.weight_shard is not None]
         for shard in weights:
             shard.gather(self.timer)
         if self._direct:
             self._lookups = [self._local_lookup(t, batch) for t in self.tables]
         else:
-            self._lookups = self._exchanged_lookup(batch)
+            self._lookups = self._exchanged_lookup(batch, distribution or self._distribute(batch))
         for shard in weights:
             shard.release()
         return {lookup.table.name: lookup.leaf for lookup in self._lookups}
+
+    def distribute(self, batch: Batch) -> Distribution | None:
+        """Begin to exchange the ids of a later micro-batch; `send` it once, then give it to `forward`. None where nothing is exchanged."""
+        if self._direct:
+            return None
+        with self._beside():
+            return self._distribute(batch)
+
+    def send(self, distribution: Distribution | None) -> None:
+        """Behind the counts, the row numbers."""
+        if distribution is not None:
+            with self._beside():
+                self._send(distribution)
+
+    def _join(self, batch: Batch, distribution: Distribution | None) -> None:
+        """What was made on the stream of ids is there for the current one, and kept for as long as that needs it."""
+        if self.stream is None:
+            return
+        current = torch.cuda.current_stream()
+        current.wait_stream(self.stream)
+        for tensor in (*batch.tensors(), *(distribution.tensors() if distribution is not None else ())):
+            tensor.record_stream(current)
+
+    def _beside(self) -> contextlib.AbstractContextManager:
+        """The stream on which ids are distributed; on the CPU there is none."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _local_lookup(self, table: TableGroup, batch: Batch) -> Lookup:
         (stored,) = (s for s in self.storages if s.table.name == table.name)
@@ -138,40 +192,54 @@ class ShardedEmbeddings:
             output = expand(stored.weight, rows, offsets, table)
         return Lookup(table=table, leaf=_leaf(output, table), rows=rows, offsets=offsets)
 
-    def _exchanged_lookup(self, batch: Batch) -> list[Lookup]:
-        lookups, begins, counts, sent, own = [], {}, {}, {}, []
+    def _distribute(self, batch: Batch) -> Distribution:
+        begins, counts, sent, own, keys = {}, {}, {}, [], {}
         for table in self.tables:
-            unique, inverse = torch.unique(table_keys(table, batch), return_inverse=True)
+            keys[table.name] = torch.unique(table_keys(table, batch), return_inverse=True)
+            unique = keys[table.name][0]
             edges = torch.searchsorted(unique, self._boundaries[table.name]).tolist()
             for shard, (first, last) in zip(self._places[table.name], edges):
                 begins[shard], counts[shard] = first, last - first
                 sent[shard] = unique[first:last] - (shard.key_begin - shard.base)
                 if shard.storage in self._replicated_gradients:
                     own.append((shard, first, sent[shard]))
+        wire, device = self.layout.wire, self.meshes.device
+        rows = torch.cat([sent[s] for s in wire]) if wire else torch.empty(0, dtype=torch.int64, device=device)
+        made = Distribution(keys=keys, begins=[begins[s] for s in wire], counts=[counts[s] for s in wire], rows=rows, own=own)
+        if self._sends:
+            mine = self._wire_per_rank[self.meshes.sparse_rank]
+            made.asked = torch.empty(self.group_size * mine, dtype=torch.int64, device=device)
+            known = torch.tensor(made.counts, dtype=torch.int64, device=device)
+            made.work = all_to_all(made.asked, known, [mine] * self.group_size, self._wire_per_rank, self.meshes.sparse_group)
+        return made
+
+    def _send(self, made: Distribution) -> None:
+        """Every rank has learned how many rows of its shards each rank wants; now which."""
+        made.sent = True
+        if not self._sends:
+            made.asked_of, made.received = [made.counts] * self.group_size, made.rows
+            return
+        wait(made.work, self.timer)
+        made.asked_of = made.asked.view(self.group_size, self._wire_per_rank[self.meshes.sparse_rank]).tolist()
+        made.received = torch.empty(sum(map(sum, made.asked_of)), dtype=torch.int64, device=self.meshes.device)
+        made.work = all_to_all(made.received, made.rows, [sum(a) for a in made.asked_of], self._sums_by_rank(made.counts), self.meshes.sparse_group)
+
+    def _exchanged_lookup(self, batch: Batch, made: Distribution) -> list[Lookup]:
+        if not made.sent:
+            self._send(made)
+        wait(made.work, self.timer)
+        self._exchange = Exchange(begins=made.begins, counts=made.counts, asked=made.asked_of, received_rows=made.received, own=made.own)
+        lookups = []
+        for table in self.tables:
+            unique, inverse = made.keys[table.name]
             values = torch.empty((unique.numel(), table.dim), dtype=DTYPES[table.dtype], device=self.meshes.device)
             lookups.append(Lookup(table=table, leaf=values, rows=inverse, offsets=batch.offsets.get(table.name), unique=values))
-        wire = self.layout.wire
-        self._exchange = self._exchange_rows([begins[s] for s in wire], [counts[s] for s in wire], [sent[s] for s in wire], own)
         self._exchange_values({lookup.table.name: lookup.unique for lookup in lookups})
         for lookup in lookups:
             lookup.unique.requires_grad_()
             lookup.output = expand(lookup.unique, lookup.rows, lookup.offsets, lookup.table)
             lookup.leaf = _leaf(lookup.output.detach(), lookup.table)
         return lookups
-
-    def _exchange_rows(self, begins: list[int], counts: list[int], sent: list[Tensor], own: list[tuple[PlacedShard, int, Tensor]]) -> Exchange:
-        """Every rank learns how many rows of its shards each rank wants, then which."""
-        rows = torch.cat(sent) if sent else torch.empty(0, dtype=torch.int64, device=self.meshes.device)
-        if not self._sends:
-            return Exchange(begins=begins, counts=counts, asked=[counts] * self.group_size, received_rows=rows, own=own)
-        group, device, mine = self.meshes.sparse_group, self.meshes.device, self._wire_per_rank[self.meshes.sparse_rank]
-        asked = torch.empty(self.group_size * mine, dtype=torch.int64, device=device)
-        splits = [mine] * self.group_size
-        wait(all_to_all(asked, torch.tensor(counts, dtype=torch.int64, device=device), splits, self._wire_per_rank, group), self.timer)
-        asked_of = asked.view(self.group_size, mine).tolist()
-        received = torch.empty(sum(map(sum, asked_of)), dtype=torch.int64, device=device)
-        wait(all_to_all(received, rows, [sum(a) for a in asked_of], self._sums_by_rank(counts), group), self.timer)
-        return Exchange(begins=begins, counts=counts, asked=asked_of, received_rows=received, own=own)
 
     def _swap(self, source: Tensor, received: list[int], sent: list[int]) -> Tensor:
         """All-to-all of elements in the wire's format: `sent[r]` of `source` go to rank r, `received[r]` come from it."""

@@ -24,11 +24,15 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
+        self.watch(pytree.tree_leaves(result))
+        return result
+
+    def watch(self, values) -> None:
+        """Remember the storages of the tensors among `values`, made before or inside."""
+        for tensor in values:
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
-        return result
 
     def alive_bytes(self, exclude: set[int]) -> int:
         """Bytes of the storages still alive, without those in `exclude` (see `storage_ids`)."""

@@ -3,7 +3,7 @@
 One step, phase by phase (every `wait` inside is `exposed_communication`; what is not listed is `other`):
 
     input      the step's micro-batches from the loader, copied to the device
-    per micro-batch:
+    per micro-batch (with `input_overlap` the ids of the next one are exchanged meanwhile, and a step's batches are taken during the step before):
       sparse     ids exchanged, rows looked up and exchanged (runtime.embedding)
       forward    dense model and loss; FSDP all-gathers (runtime.parallelize)
       backward   dense backward; FSDP all-gathers and reductions
@@ -16,6 +16,7 @@ report, so they stop at the same step whichever rank caught the signal, and a lo
 """
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -34,6 +35,7 @@ from costmodel.runresult import PHASES, Measured, MeasuredMemory, StepTime
 from runtime import checkpoint, memory
 from runtime.batch import Batch
 from runtime.data import Loader, Source, evaluation_batches
+from runtime.embedding import Distribution
 from runtime.mesh import Meshes, build_meshes, wait
 from runtime.metrics import Metrics
 from runtime.model import GEM
@@ -120,6 +122,8 @@ class Trainer:
         self.interrupted = False
         self.checkpoint_seconds: list[float] = []
         self._saving: checkpoint.Saving | None = None
+        self._taken: list[Batch] = []
+        self._distribution: Distribution | None = None
 
     def _loader(self, start: int) -> Loader:
         cuda = self.device.type == "cuda"
@@ -151,15 +155,21 @@ class Trainer:
             self._read_report(report, total)
         finally:
             self.timer.abandon_step()
+            if self._taken:  # by a step that then did not run
+                self.loader.position -= self.loader.global_batch
+                self._taken, self._distribution = [], None
             batches.close() if hasattr(batches, "close") else None
 
     def _step(self, batches: Iterator[tuple[Batch, ...]], report: StepReport, total: int) -> None:
         timer = self.timer
         timer.start_step()
-        with timer.phase("input"):
-            microbatches = [b.to(self.device, non_blocking=True) for b in next(batches)]
-        track = len(self.phases) == TRACKED_STEP
-        losses = [self._microbatch(b, last=b is microbatches[-1], track=track and i == 0) for i, b in enumerate(microbatches)]
+        microbatches, self._taken = self._taken or self._take(batches), []
+        track, losses = len(self.phases) == TRACKED_STEP, []
+        for i, batch in enumerate(microbatches):
+            following, last = microbatches[i + 1:i + 2], i + 1 == len(microbatches)
+            if last and self.plan.input_overlap and self.step + 1 < total:
+                following = self._taken = self._take(batches)
+            losses.append(self._microbatch(batch, following[0] if following else None, last=last, track=track and i == 0))
         with timer.phase("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -169,21 +179,34 @@ class Trainer:
         self.step += 1
         self.phases += timer.finished()
 
-    def _microbatch(self, batch: Batch, *, last: bool, track: bool) -> Tensor:
-        """Forward and backward; returns this rank's share of its mean loss, detached."""
+    def _take(self, batches: Iterator[tuple[Batch, ...]]) -> list[Batch]:
+        """A step's micro-batches, on the device."""
+        stream = self.model.embeddings.stream if self.plan.input_overlap else None
+        with self.timer.phase("input"), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            return [b.to(self.device, non_blocking=True) for b in next(batches)]
+
+    def _microbatch(self, batch: Batch, following: Batch | None, *, last: bool, track: bool) -> Tensor:
+        """Forward and backward; returns this rank's share of its mean loss, detached. `following`: the next micro-batch."""
         timer, model = self.timer, self.model
         model.set_last_microbatch(last)
         tracker = memory.StorageTracker() if track else None
         if tracker is not None:
             tracker.__enter__()
+            if self._distribution is not None:  # of this micro-batch, made during the last one: it keeps every id's place until backward
+                tracker.watch(place for _, place in self._distribution.keys.values())
         with timer.phase("sparse"):
-            leaves = model.embeddings.forward(batch)
+            leaves, self._distribution = model.embeddings.forward(batch, self._distribution), None
+            if self.plan.input_overlap and following is not None:
+                self._distribution = model.embeddings.distribute(following)
         with timer.phase("forward"):
             loss = model_loss(model.dense(leaves, batch), batch.labels) / self.samples_per_rank
         if tracker is not None:
             tracker.__exit__(None, None, None)
-            gathered = memory.storage_ids((*model.dense.parameters(), *batch.tensors()))
+            under_way = self._distribution.tensors() if self._distribution is not None else []
+            gathered = memory.storage_ids((*model.dense.parameters(), *batch.tensors(), *under_way))
             self.saved_activations = tracker.alive_bytes(gathered)
+        with timer.phase("sparse"):
+            model.embeddings.send(self._distribution)
         with timer.phase("backward"):
             loss.backward()
         with timer.phase("sparse"):

@@ -100,6 +100,18 @@ def test_equals_the_scalar_bound_and_is_below_the_simulation(plan, count):
             assert found[i] <= simulate(lowered.graph).step_seconds * slow * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("plan", [template(), template(speed=0.05), template(CORE, hosts=1, per_host=2, precision="fp32", dim=64)],
+                         ids=["base", "slow links", "cpu"])
+def test_with_overlapped_ids_the_bound_stays_below_the_simulation(plan):
+    plan = dataclasses.replace(plan, input_overlap=True)
+    columns, batch = candidates(plan, 16, seed=3), bounds_of(plan)
+    found, serial = batch.seconds(columns), bounds_of(dataclasses.replace(plan, input_overlap=False)).seconds(columns)
+    for i, seconds in enumerate(found):
+        lowered, slow = of_slowest(batch.plan(columns, i))
+        assert seconds <= min(bound(lowered.graph), simulate(lowered.graph).step_seconds) * slow * (1 + 1e-9), i
+        assert seconds <= serial[i] * (1 + 1e-9)
+
+
 def test_refuses_what_does_not_fit():
     plan = template()
     batch, columns = bounds_of(plan), candidates(plan, 4)

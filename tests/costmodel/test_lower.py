@@ -1,9 +1,12 @@
 import dataclasses
+from collections import Counter
 
 import pytest
 
+from costmodel.estimate import estimate
 from costmodel.lower import batch_shape, lower, model_flops
 from costmodel.plan import RegionOption, RegionPlan
+from costmodel.simulate import simulate
 from costmodel.stepgraph import COMPUTE
 
 
@@ -95,3 +98,23 @@ def test_replicas_are_averaged_every_so_many_steps(make_plan, h200):
     assert four.seconds == pytest.approx(one.seconds / 4) and one.bytes == 4 * four.bytes
     gathered = make_plan(device=h200, ranks=8, layout={**layout, "fully_sharded_2d": True})
     assert count(gathered, "tables gather forward") == count(gathered, "tables gather backward") == count(gathered, "tables scatter") == 1
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_overlapped_ids_shorten_the_step_and_keep_the_work(make_plan, h200, gpu, accumulation):
+    serial = make_plan(ranks=8, sharding="row_wise", accumulation=accumulation, **({"device": h200} if gpu else {}))
+    overlapped = dataclasses.replace(serial, input_overlap=True)
+    graphs = [lower(plan, None).graph for plan in (serial, overlapped)]
+    counted = [Counter(t.name for t in g.tasks if t.seconds > 0) for g in graphs]
+    assert counted[0] == counted[1]
+    steps = [simulate(g).step_seconds for g in graphs]
+    assert steps[1] < steps[0]
+    (ids, *_) = (t for t in graphs[1].tasks if t.name == "ids")
+    assert not any(graphs[1].tasks[d].name == "spread" for d in ids.deps)
+
+
+def test_ids_of_the_next_micro_batch_take_memory(make_plan):
+    serial = make_plan(ranks=8)
+    inputs = [estimate(dataclasses.replace(serial, input_overlap=overlap), None).memory.categories["input"] for overlap in (False, True)]
+    assert 1.5 * inputs[0] <= inputs[1] <= 2.6 * inputs[0]

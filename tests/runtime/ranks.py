@@ -42,6 +42,8 @@ def layouts(world: int) -> dict[str, Plan]:
         "selective": models.plan(full, checkpoint="selective"),
         "full": models.plan(full, checkpoint="full"),
     }
+    for name in ("fsdp", "accumulate"):
+        found[f"{name}_overlapped"] = dataclasses.replace(found[name], input_overlap=True)
     if world == 4:
         found["hybrid"] = models.plan(Layout(ddp=2, fsdp=2, sparse_group=4))
     return found

@@ -47,6 +47,14 @@ def test_four_ranks_train_as_one(checks_on_4, single, name):
         assert found == pytest.approx(single.losses[:len(found)], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["fsdp", "accumulate"])
+def test_overlapped_ids_give_bitwise_the_serial_curve(checks_on_2, name):
+    for rank in checks_on_2:
+        found, serial = (rank["check_curves"][key] for key in (f"{name}_overlapped", name))
+        assert found["losses"] == serial["losses"][:len(found["losses"])] and len(found["losses"]) == 8
+        assert found["saved_activations"] == serial["saved_activations"]
+
+
 def test_evaluation_does_not_depend_on_the_ranks(checks_on_2, single):
     expected = single.evaluate()
     for rank in checks_on_2:
@@ -149,4 +157,4 @@ def test_data_parallel_copies_stay_equal_and_host_tables_leave_the_device(checks
 
 
 def test_the_checks_cover_every_layout():
-    assert set(ranks.layouts(2)) == set(LAYOUTS)
+    assert set(ranks.layouts(2)) == {*LAYOUTS, "fsdp_overlapped", "accumulate_overlapped"}
