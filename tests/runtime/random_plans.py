@@ -28,6 +28,8 @@ from runtime.data import open_source
 from runtime.trainer import Trainer
 
 NUM_PLANS, NUM_STEPS = 6, 4
+# Activations stored in fewer bits give another curve (tests/runtime/test_precision_saved.py).
+CHECKPOINTS = tuple(policy for policy in EXECUTABLE["checkpoint"] if not policy.startswith("quantized"))
 
 
 def model() -> Model:
@@ -61,10 +63,10 @@ def draw(world: int, *, seed: int = 0) -> list[Plan]:
     chosen = rng.sample(layouts(world), NUM_PLANS)
     plans = []
     for i, layout in enumerate(chosen):
-        policies = tuple(RegionPlan(region=r.name, options=tuple(RegionOption(count=1, checkpoint=rng.choice(EXECUTABLE["checkpoint"]))
+        policies = tuple(RegionPlan(region=r.name, options=tuple(RegionOption(count=1, checkpoint=rng.choice(CHECKPOINTS))
                                                                  for _ in range(r.count))) for r in regions(spec))
-        plans.append(models.plan(layout, model_spec=spec, accumulation=1 + i % 2, batching=batchings[i % len(batchings)], regions=policies,
-                                 tables=placements(rng, layout)))
+        plans.append(models.plan(layout, model_spec=spec, accumulation=1 + i % 2, input_overlap=i % 3 == 0, batching=batchings[i % len(batchings)],
+                                 regions=policies, tables=placements(rng, layout)))
     return plans
 
 

@@ -38,9 +38,10 @@ def test_the_plans_cover_what_is_called_executable():
     plans = [plan for world in (2, 4) for plan in random_plans.draw(world)]
     assert {p.batching for p in plans} == set(EXECUTABLE["batching"])
     assert {t.sharding for p in plans for t in p.tables} == set(EXECUTABLE["sharding"])
-    assert {o.checkpoint for p in plans for r in p.regions for o in r.options} == set(EXECUTABLE["checkpoint"])
+    assert {o.checkpoint for p in plans for r in p.regions for o in r.options} == set(random_plans.CHECKPOINTS)
     assert {p.layout.fully_sharded_2d for p in plans} == {p.layout.reshard_after_forward for p in plans} == {True, False}
     assert {p.layout.sparse_replicas > 1 for p in plans} == {p.layout.ddp > 1 for p in plans} == {True, False}
+    assert {(p.input_overlap, p.layout.sparse_group > 1) for p in plans} >= {(True, True), (False, True)}
     for plan in plans:
         options = {"batching": plan.batching, "transport": plan.transport, "execution": plan.execution}
         assert not predict_only_reasons(layout=plan.layout, options=options, precisions={"fp32"}, shardings={t.sharding for t in plan.tables},
