@@ -39,7 +39,7 @@ class StoredTable:
     weight: Tensor
     state: OptimizerState
     seed: int
-    device: torch.device = torch.device("cpu")
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     steps: int = 0
     cached_bytes: int = 0
     weight_shard: ReplicaShard | None = None
