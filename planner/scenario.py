@@ -162,12 +162,17 @@ class Pins:
 
     def option(self, what: Literal["precision", "checkpoint", "sharding"], name: str) -> str | None:
         """The pinned option of a region or table, or None."""
-        return next((option for glob, option in getattr(self, what).items() if fnmatch.fnmatchcase(name, glob)), None)
+        return next((option for glob, option in getattr(self, what).items() if _matches(name, glob)), None)
 
     def excluded(self, what: Literal["precision", "checkpoint", "sharding"], name: str) -> frozenset[str]:
         """All options that are excluded for a region or table."""
         globs = getattr(self.exclude, what)
-        return frozenset(o for glob, options in globs.items() if fnmatch.fnmatchcase(name, glob) for o in options)
+        return frozenset(o for glob, options in globs.items() if _matches(name, glob) for o in options)
+
+
+def _matches(name: str, glob: str) -> bool:
+    """Whether a glob, or a name that has a glob's letters in it, means `name`."""
+    return name == glob or fnmatch.fnmatchcase(name, glob)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,6 +468,11 @@ def _cross_check(scenario: ResolvedScenario, document: Document) -> None:
         faults.append(
             document.fault(("cluster", "device", "name"), f"{scenario.cluster.device.name!r}: it names files; letters, digits and `._+-` are allowed")
         )
+    named = [("tables", groups), ("sequences", sequences), ("heads", [h.name for h in scenario.model.heads])]
+    for what, names in named:
+        for index, name in enumerate(names):
+            if not name.strip() or not name.isprintable():
+                faults.append(document.fault(("model", what, index), f"{name!r}: a name needs letters, and no control characters"))
     faults += _pin_faults(scenario, document, tables)
     faults += _layout_faults(scenario, document)
     if faults:
@@ -484,7 +494,7 @@ def _pin_faults(scenario: ResolvedScenario, document: Document, tables: list[str
     for what, names, kind in (("precision", region_names, "region"), ("checkpoint", region_names, "region"), ("sharding", tables, "table")):
         for prefix, globs in (((what,), getattr(scenario.pins, what)), (("exclude", what), getattr(scenario.pins.exclude, what))):
             for glob in globs:
-                if not any(fnmatch.fnmatchcase(name, glob) for name in names):
+                if not any(_matches(name, glob) for name in names):
                     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
                     faults.append(
                         document.fault(

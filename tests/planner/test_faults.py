@@ -138,6 +138,17 @@ def test_every_table_once_whatever_its_name(farm):
     assert {t.table: t.sharding for t in plan.tables}["x#0"] == "column_wise"
 
 
+@pytest.mark.parametrize("name", ['""', '" "', r'"a\nb"', r'"\e[31mred"'])
+def test_names_that_nobody_can_read_are_refused(farm, name):
+    code, plan, error = farm(_table(1000, name=name))
+    assert code == 2 and plan is None and "a name needs letters, and no control characters" in error and "s.yaml:" in error
+
+
+def test_a_name_with_the_letters_of_a_glob_can_be_pinned(farm):
+    code, plan, _ = farm(_table(1000, name="'a[b]'"), per=2, rest="sharding: {'a[b]': row_wise}\nlayout: {sparse_group: 2}")
+    assert code == 0 and plan is not None and [(t.table, t.sharding) for t in plan.tables] == [("a[b]", "row_wise")]
+
+
 def test_a_table_larger_than_any_placement(farm):
     """torchrec #1192: the message did not say which table, or that the reservation was too large."""
     code, plan, error = farm(_table(390_625_000, 128), rest="sharding: {'*': table_wise}")
