@@ -215,7 +215,7 @@ def changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
             if execution != plan.execution:
                 moved = dataclasses.replace(plan, execution=execution)
                 yield f"launches of the host: {execution} for {plan.execution}", dataclasses.replace(moved, predict_only=predict_only(moved))
-    for factor in (0.5, 2.0):
+    for factor in (0.5, 2.0) if plan.workload.lengths else ():
         lengths = {name: stretched(spec, factor) for name, spec in plan.workload.lengths.items()}
         yield f"histories x{factor:g}", dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, lengths=lengths))
 
