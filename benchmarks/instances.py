@@ -8,8 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from costmodel.calibration import Calibration, fit
 from costmodel.cluster import Cluster, Device, LinkTier
+from costmodel.compute import roofline_seconds
 from costmodel.model import LayerGroup, Model, Sequence, TableGroup
+from costmodel.ops import COLLECTIVES, op
+from costmodel.samples import Environment, Sample
 from costmodel.workload import Lengths, Workload
 from planner.ilp import Choice
 from planner.placement import PlacementError
@@ -76,6 +80,73 @@ def instance(seed: int) -> ResolvedScenario:
     )
 
 
+FOCUSES = ("shardings", "precisions", "checkpoints", "jobs")
+
+
+def broad_instance(seed: int) -> tuple[ResolvedScenario, Calibration | None]:
+    """An instance with one part of the space wide open, predict-only options included, and for every other seed an odd calibration."""
+    rng, base, focus = np.random.default_rng([seed, 1]), instance(seed), FOCUSES[seed % 4]
+    device = dataclasses.replace(
+        base.cluster.device, peak_flops={**base.cluster.device.peak_flops, "fp8": 1800e12}, native_formats=("fp32", "bf16", "fp8_row", "fp8_tensor")
+    )
+    cluster = dataclasses.replace(base.cluster, device=device, host_memory_bytes=64e9)
+    layout = {"reshard_after_forward": bool(rng.integers(2)), "fsdp": min(cluster.num_ranks, cluster.devices_per_host)}
+    pins = dataclasses.replace(
+        base.pins,
+        layout=layout,
+        transport="nccl",
+        execution="eager",
+        checkpoint={"*": "none"},
+        exclude=Exclusions(sharding={"*": ("column_wise", "table_row_wise", "data_parallel", "host_cached")}),
+    )
+    if focus == "shardings":
+        pins = dataclasses.replace(pins, exclude=Exclusions())
+    if focus == "precisions":
+        pins = dataclasses.replace(pins, layout={**layout, "sparse_group": cluster.num_ranks}, precision={k: "bf16" for k in base.pins.precision
+                                                                                                    if k not in ("history.*", "interaction")})
+    if focus == "checkpoints":
+        pins = dataclasses.replace(pins, layout={**layout, "sparse_group": cluster.num_ranks}, checkpoint={
+            "history.input": "none", "history.summary": "none", "heads": "none"})
+    if focus == "jobs":
+        closed = rng.permutation(["padded", "local", "sorted_buckets", "base_batch_shuffling", "global"])[:4]
+        pins = dataclasses.replace(pins, layout={}, batching=None, transport=None, execution=None, sharding={"event": "table_wise", "*": "row_wise"},
+                                   accumulation=None if rng.integers(2) else pins.accumulation, exclude=Exclusions(batching=tuple(map(str, closed))))
+    options = dataclasses.replace(base.search, predict_only=True, risk_budget=float(rng.integers(5, 12)) if rng.integers(4) == 0 else None)
+    scenario = dataclasses.replace(base, cluster=cluster, pins=pins, search=options)
+    return scenario, odd_calibration(device, seed) if seed // 4 % 2 else None
+
+
+def odd_calibration(device: Device, seed: int) -> Calibration:
+    """Curves that no roofline has: fixed costs of lookups and updates that a rank with one table pays once, rates that differ by op, collectives
+    that bend at some size."""
+    rng = np.random.default_rng([seed, 2])
+    samples: list[Sample] = []
+
+    def measure(kind: str, phases: tuple[str, ...], grid: dict[str, tuple[float, ...]], fixed: float, slope: float, **keys: str) -> None:
+        for phase, values in itertools.product(phases, itertools.product(*grid.values())):
+            features = dict(zip(grid, map(float, values)))
+            if features.get("unique", 0.0) <= features.get("ids", 0.0):
+                seconds = fixed + slope * roofline_seconds(op(kind, **keys, **features), phase, device)
+                samples.append(Sample(op=kind, phase=phase, features=features, seconds=seconds, host_seconds=1e-5, **keys))
+
+    once = float(rng.choice([0.0, 5e-5, 3e-4]))
+    served = {"ids": (64, 4096, 262144), "unique": (64, 65536), "dim": (32, 128), "rows": (1e4,), "tables": (1,)}
+    for variant in ("pooled", "sequence"):
+        measure("embedding_lookup", ("forward", "backward"), served, once, rng.uniform(0.5, 2.0), variant=variant)
+    measure("embedding_update", ("step",), served, once, rng.uniform(0.5, 2.0), variant="rowwise_adagrad")
+    measure("unique", ("forward",), {"ids": served["ids"]}, once / 2, 2.0)
+    for dtype in ("bf16", "fp32"):
+        measure("linear", ("forward", "backward"), {"m": (64, 4096, 65536), "k": (128, 512), "n": (256, 1024)}, float(rng.choice([0.0, 2e-5])),
+                rng.uniform(0.5, 2.0), dtype=dtype)
+    for kind in COLLECTIVES:
+        bend, steeper = float(rng.choice([1e5, 1e6, 1e7])), float(rng.choice([0.3, 1.0, 3.0]))
+        latency, bandwidth = float(rng.choice([5e-6, 5e-5])), float(rng.choice([5e9, 50e9]))
+        for group, size in itertools.product((2, 4, 8), (1e3, 1e4, 1e5, 1e6, 1e7, 1e8)):
+            seconds = latency + size / bandwidth * (steeper if size > bend else 1.0)
+            samples.append(Sample(op=kind, variant="nccl", phase="step", features={"bytes": size, "group": float(group)}, seconds=seconds))
+    return fit(Environment(device_name=device.name, device_kind=device.kind), samples, device=device)
+
+
 def splits(count: int, options: int) -> Iterator[tuple[int, ...]]:
     """All ways to write `count` as a sum of `options` counts."""
     if options == 1:
@@ -86,10 +157,10 @@ def splits(count: int, options: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def enumerate_plans(scenario: ResolvedScenario) -> Iterator[tuple[int, Choice, Priced | None]]:
-    """Every candidate with every choice of counts, priced; None where its tables cannot be placed."""
-    space = build_space(scenario)
-    pricing = Pricing(scenario, space, None)
+def enumerate_plans(scenario: ResolvedScenario, calibration: Calibration | None = None) -> Iterator[tuple[int, Choice, Priced | None]]:
+    """Every candidate with every choice of counts within the risk budget, priced; None where its tables cannot be placed."""
+    space, budget = build_space(scenario), scenario.search.risk_budget
+    pricing = Pricing(scenario, space, calibration)
     for i in range(len(space.candidates)):
         group = int(space.candidates["sparse_group"][i])
         region_ways = [
@@ -101,6 +172,8 @@ def enumerate_plans(scenario: ResolvedScenario) -> Iterator[tuple[int, Choice, P
             for choices in [pricing.choices(tied, group)]
         ]
         for regions in itertools.product(*region_ways):
+            if budget is not None and sum(c.risk * n for by in regions for c, n in by.items()) > budget + 1e-9:
+                continue
             for tables in itertools.product(*table_ways):
                 choice = Choice(
                     regions=dict(zip(space.regions, regions)),
@@ -116,10 +189,10 @@ def enumerate_plans(scenario: ResolvedScenario) -> Iterator[tuple[int, Choice, P
                     yield i, choice, None
 
 
-def best_of_all(scenario: ResolvedScenario) -> tuple[float | None, int]:
+def best_of_all(scenario: ResolvedScenario, calibration: Calibration | None = None) -> tuple[float | None, int]:
     """(least simulated seconds of a plan that fits, or None; number of plans)."""
     best, count = None, 0
-    for _, _, priced in enumerate_plans(scenario):
+    for _, _, priced in enumerate_plans(scenario, calibration):
         count += 1
         if priced is not None and priced.memory.fits and (best is None or priced.seconds < best):
             best = priced.seconds

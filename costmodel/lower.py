@@ -600,11 +600,10 @@ class _Builder:
 
     def average_replicas(self) -> None:
         """Plain 2D: all-reduce of weights and state every `sync_every` steps; fully sharded 2D: reduce-scatter of both each step. 16-bit weights
-        travel as fp32."""
-        layout, rank = self.plan.layout, self.rank
-        weights, state = float(self.loads.weights[rank]), float(self.loads.state[rank])
-        wide = sum(float(self.loads.held[t.name][2, rank]) * t.dim * 4.0 for t in self.plan.model.tables if DTYPE_BYTES[t.dtype] < 4)
-        num_bytes = weights + state + wide / 2
+        travel as fp32. The step waits for the rank that holds most, which need not be the one that serves most."""
+        layout = self.plan.layout
+        wide = sum(self.loads.held[t.name][2] * t.dim * 4.0 for t in self.plan.model.tables if DTYPE_BYTES[t.dtype] < 4)
+        num_bytes = float((self.loads.weights + self.loads.state + wide / 2).max())
         if layout.fully_sharded_2d:
             self.collective("tables scatter", "reduce_scatter", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True)
             return

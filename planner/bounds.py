@@ -16,7 +16,8 @@ knows what a step consists of: a change of the lowering changes the graphs, and 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -25,12 +26,12 @@ from costmodel.blocks import BatchShape, Block
 from costmodel.contention import RATE_FLOOR
 from costmodel.lower import Pricer
 from costmodel.model import DTYPE_BYTES, Model
-from costmodel.ops import BACKWARD, FORWARD
+from costmodel.ops import BACKWARD, FORWARD, STEP, op
 from costmodel.plan import Plan, RegionOption, RegionPlan
 from costmodel.regions import regions
 from costmodel.sparse import TableLoads, expected_unique, ids_per_table, skew, state_bytes
 from costmodel.stepgraph import COMPUTE, HOST, StepGraph, Task
-from planner.space import RegionChoice
+from planner.space import MIN_COLUMNS, RegionChoice, divisors
 
 Key = tuple[str, str, str, str]
 """(task name, phase, stream, what): what is `seconds`, `host` (launch) or `taken` (share x seconds)."""
@@ -274,8 +275,8 @@ def uniform(model: Model, choice: Mapping[str, RegionChoice]) -> tuple[RegionPla
     )
 
 
-def mean_loads(plan: Plan, tokens: Mapping[str, float], scale: float = 1.0) -> TableLoads:
-    """What every rank of a sparse group holds and serves when all is spread evenly, with rows served `scale` times over.
+def mean_loads(plan: Plan, tokens: Mapping[str, float]) -> TableLoads:
+    """What every rank of a sparse group holds and serves when all is spread evenly.
 
     Sharding does not change these means: a rank draws `unique` rows of each table and serves as many (see costmodel.sparse). Tables that are pinned
     to data_parallel (those of `plan.tables`) send nothing.
@@ -293,15 +294,57 @@ def mean_loads(plan: Plan, tokens: Mapping[str, float], scale: float = 1.0) -> T
             count = 1 if plan.workload.zipf else table.count
             zipf = skew(table, name, plan.workload)
             unique = expected_unique(table.rows, zipf, ids)
-            rows += count * unique * scale
-            elements += count * unique * table.dim * scale
-            distinct += count * expected_unique(table.rows, zipf, ids * group * plan.accumulation) / group * scale
+            rows += count * unique
+            elements += count * unique * table.dim
+            distinct += count * expected_unique(table.rows, zipf, ids * group * plan.accumulation) / group
         share = table.count * table.rows / group
         held[table.name] = np.stack([rows * flat, elements * flat, share * flat, distinct * flat])
         served += elements * sent / table.count
         weights += share * table.dim * DTYPE_BYTES[table.dtype]
         state += state_bytes(table, 1.0, table.dim) * share
     return TableLoads(weights=weights * flat, state=state * flat, host_weights=0.0 * flat, served=served * flat, held=held)
+
+
+def least_serving(plan: Plan, tokens: Mapping[str, float], served: float, prices: Pricer) -> tuple[float, float]:
+    """Least seconds of the (lookup of a micro-batch, update) of a rank that serves at least `served` elements, wherever the tables lie.
+
+    The busiest rank may serve one table only: one whose rows are wide, or of which a step updates few distinct rows, or whose launch has to be paid
+    once. So each table counts with its least seconds per element over the shards that a rank may hold, and the cheapest come first up to all that
+    there is of them. A time that grows with the shard has its least at one of the sizes tried: a single row shard, a whole table, all of its group.
+    """
+    group = plan.layout.sparse_group
+    rates: list[tuple[float, float, float]] = []
+    for table in plan.model.tables:
+        ids = ids_per_table(table, plan.local_batch, dict(tokens))
+        for zipf, count in Counter(skew(table, name, plan.workload) for name in table.names).items():
+            rows = group * expected_unique(table.rows, zipf, ids)
+            if rows == 0:
+                continue
+            distinct = expected_unique(table.rows, zipf, ids * group * plan.accumulation)
+            # rooflines are linear in rows, and per element highest for narrow rows
+            widths = [table.dim]
+            shares = [1.0]
+            if prices.calibration is not None:
+                widths = [table.dim // n for n in divisors(table.dim) if n <= group and (n == 1 or table.dim // n >= MIN_COLUMNS)]
+                shares = sorted({1.0, *np.geomspace(1.0 / group, count, 7)})
+            found = []
+            for width, share in itertools.product(widths, shares):
+                shape = {"unique": share * distinct, "dim": width, "rows": share * table.rows, "tables": 1, "dtype": table.dtype}
+                elements = share * rows * width
+                lookup = prices.ops([op("embedding_lookup", variant="sequence", ids=share * rows, **shape)], FORWARD).seconds
+                update = prices.ops([op("embedding_update", variant=table.optimizer, ids=share * rows * plan.accumulation, **shape)], STEP).seconds
+                found.append((lookup / elements, update / elements))
+            rates.append((count * rows * table.dim, *np.min(found, axis=0)))
+    return _cheapest(served, [(r[1], r[0]) for r in rates]), _cheapest(served, [(r[2], r[0]) for r in rates])
+
+
+def _cheapest(wanted: float, offers: list[tuple[float, float]]) -> float:
+    """Cost of `wanted` elements from (cost each, how many there are), cheapest first."""
+    total = 0.0
+    for rate, available in sorted(offers):
+        taken = min(wanted, available)
+        total, wanted = total + rate * taken, wanted - taken
+    return total
 
 
 # --- a chain as a linear function of a plan ---

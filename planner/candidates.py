@@ -32,7 +32,7 @@ from costmodel.plan import Plan
 from costmodel.regions import regions
 from costmodel.sparse import group_work
 from costmodel.wire import wire_bytes
-from planner.bounds import mean_loads
+from planner.bounds import least_serving, mean_loads
 from planner.pricing import Pricing
 
 _COMMUNICATING = ("fsdp", "ddp", "sparse_group", "sparse_replicas")
@@ -215,37 +215,24 @@ class _Bounds:
         ]
         forward = time(spread, FORWARD)
         if exchanged:
-            served = [
+            lookup, update = least_serving(plan, tokens, float(loads.served.mean()), prices)
+            hidden = 0.0 if plan.input_overlap else time([op("unique", ids=w.ids) for w in work], FORWARD)
+            forward += hidden + lookup
+        else:
+            updates = [
                 op(
-                    "embedding_lookup",
-                    variant="sequence",
-                    ids=w.served_rows,
+                    "embedding_update",
+                    variant=w.table.optimizer,
+                    ids=plan.accumulation * w.ids,
                     unique=w.distinct_served,
-                    dim=w.served_width,
+                    dim=w.table.dim,
                     rows=w.storage_rows,
                     tables=1,
                     dtype=w.table.dtype,
                 )
                 for w in work
             ]
-            hidden = 0.0 if plan.input_overlap else time([op("unique", ids=w.ids) for w in work], FORWARD)
-            forward += hidden + time(served, FORWARD)
-        update = time(
-            [
-                op(
-                    "embedding_update",
-                    variant=w.table.optimizer,
-                    ids=plan.accumulation * (w.served_rows if exchanged else w.ids),
-                    unique=w.distinct_served,
-                    dim=w.served_width if exchanged else w.table.dim,
-                    rows=w.storage_rows,
-                    tables=1,
-                    dtype=w.table.dtype,
-                )
-                for w in work
-            ],
-            STEP,
-        )
+            update = time(updates, STEP)
         return np.array([forward, time(spread, BACKWARD) if exchanged else 0.0, update])
 
     def sparse_moves(self, i: int, plan: Plan) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 
 from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.calibration import Calibration
+from costmodel.comms import layout_groups, network
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, batch_shape, lower, pricer
 from costmodel.memory import BlockMemory, Memory, keeps_unsharded, memory, option_memory, reserving
@@ -24,17 +25,21 @@ from costmodel.precision import emulated
 from costmodel.regions import Region, regions
 from costmodel.simulate import simulate
 from costmodel.sparse import expected_unique, ids_per_table, skew, state_bytes
+from costmodel.stepgraph import StepGraph
 from planner.bounds import (
-    LAUNCH,
+    SECONDS,
     Cut,
     Durations,
     Key,
     block_durations,
+    contention_cap,
     cut,
+    least_serving,
     mean_loads,
     own_durations,
     rest_durations,
     single_blocks,
+    task_keys,
     uniform,
 )
 from planner.ilp import CandidateProgram, Choice, MemoryRow, RegionRow, TableRow, undominated, undominated_tables
@@ -43,8 +48,6 @@ from planner.points import MAX_POINTS
 from planner.scenario import ResolvedScenario
 from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, low_precision_pins, predict_only_reasons, table_choices
 
-_HEAVIER = (1.1, 2.0)
-"""Loads over the mean at which exchanges are priced for their slope; the least secant holds for all of them."""
 _EXCHANGES = ("ids", "embeddings", "gradients")
 _SERVING = ("lookup", "update")
 
@@ -85,7 +88,6 @@ class Pricing:
         self.lowerings = 0
         self._slowest: dict[tuple, tuple[dict[str, Factors], float]] = {}
         self._undominated: dict[tuple, tuple[RegionChoice, ...]] = {}
-        self._slopes: dict[tuple, dict[Key, float]] = {}
         self.pinned_tables = tuple(TablePlacement(table=name, sharding="data_parallel") for tied in self.tied for name in tied.tables
                                    if scenario.pins.option("sharding", name) == "data_parallel")
         self._durations: dict[tuple, dict[str, dict[RegionChoice, dict[Key, float]]]] = {}
@@ -189,9 +191,10 @@ class Pricing:
         lowered = self.lower(dataclasses.replace(plan, regions=uniform(scenario.model, fastest)), loads=loads)
         rest = rest_durations(lowered.graph)
         if plan.layout.sparse_group > 1:
-            # the busiest rank may serve one table only: how many ops it launches for its shards is up to the placement
-            rest = {key: 0.0 if key[0] in _SERVING and key[3] == LAUNCH else value for key, value in rest.items()}
-        slopes = self.slopes(plan, tokens, rest) if plan.layout.sparse_group > 1 else {}
+            # what the busiest rank serves, and how many ops it launches for that, is up to the placement
+            served = dict(zip(_SERVING, least_serving(plan, tokens, float(loads.served.mean()), pricer(plan, self.calibration))))
+            rest = {key: (served[key[0]] if key[3] == SECONDS else 0.0) if key[0] in served else value for key, value in rest.items()}
+        slopes = self.slopes(plan, lowered.graph) if plan.layout.sparse_group > 1 else {}
         all_durations = Durations(regions=kept, rest=rest, slopes=slopes)
         program = CandidateProgram(
             regions=rows,
@@ -243,38 +246,24 @@ class Pricing:
             self._durations[key] = found
         return self._durations[key]
 
-    def slopes(self, plan: Plan, tokens: Mapping[str, float], rest: Mapping[Key, float]) -> dict[Key, float]:
-        """Added seconds of each exchange per unit of load over the mean: the least secant, so that the line stays below.
+    def slopes(self, plan: Plan, graph: StepGraph) -> dict[Key, float]:
+        """Added seconds of each exchange per unit of load over the mean: the least secant, so that the line stays below a measured curve's bends.
 
-        Lookups and updates have none: a rank whose rows are wide spends less on each element than the average of all tables.
+        Lookups and updates have none (`planner.bounds.least_serving`).
         """
-        layout = plan.layout
-        known = (
-            layout.sparse_group,
-            layout.sparse_replicas,
-            layout.fully_sharded_2d,
-            layout.sync_every,
-            plan.local_batch,
-            plan.accumulation,
-            plan.batching,
-            plan.transport,
-            plan.execution,
-        )
-        if known in self._slopes:
-            return self._slopes[known]
-        small = dataclasses.replace(plan, model=self.single, regions=uniform(self.single, {n: c[0] for n, c in self.space.regions.items()}))
+        net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
+        cap, loads = contention_cap(graph.tasks), np.geomspace(1.02, max(2.0, group.size), 10)
         least: dict[Key, float] = {}
-        for scale in _HEAVIER:
-            loads = mean_loads(small, tokens, scale)
-            # only the busiest rank is heavier: the bytes that an average rank sends stay
-            served = np.full(plan.layout.sparse_group, float(loads.served[0]) / scale)
-            served[0] *= scale
-            graph = self.lower(small, loads=dataclasses.replace(loads, served=served)).graph
-            for key, seconds in rest_durations(graph).items():
-                secant = max(0.0, seconds - rest.get(key, seconds)) / (scale - 1.0)
-                least[key] = min(least.get(key, secant), secant)
-        self._slopes[known] = {key: slope for key, slope in least.items() if slope > 0 and key[0] in _EXCHANGES}
-        return self._slopes[known]
+        for task in {(t.name, t.phase, t.stream): t for t in graph.tasks if t.name in _EXCHANGES}.values():
+            even = task_keys(task, cap)
+            for load in loads:
+                cost = net.cost("all_to_all", task.bytes, group, max_over_mean=float(load))
+                share = cost.share if task.sm_fraction else 0.0
+                heavy = task_keys(dataclasses.replace(task, seconds=cost.seconds, sm_fraction=share), cap)
+                for key, seconds in heavy.items():
+                    secant = max(0.0, seconds - even[key]) / (load - 1.0)
+                    least[key] = min(least.get(key, secant), secant)
+        return {key: float(slope) for key, slope in least.items() if slope > 0}
 
     def memory_row(self, plan: Plan, lowered: Lowered, fastest: Mapping[str, RegionChoice], memories: Mapping) -> MemoryRow:
         """What rests and what a phase adds, in allocated bytes."""
