@@ -49,21 +49,24 @@ def plan_tables(tables: Sequence[Sequence[ShardingOption]], group: Group) -> Tab
     """The sharding and placement of every table. Raises PlacementError when nothing fits."""
     per_host = group.ranks_per_host
     copies = {"ranks": lambda o: o.num_shards, "host": lambda o: per_host, "all": lambda o: group.num_ranks}
-    total = [np.array([o.seconds * copies[o.spread](o) for o in options]) for options in tables]
-    largest = [np.array([o.seconds for o in options]) for options in tables]
-    thresholds = np.unique(np.concatenate(largest))
-    thresholds = thresholds[thresholds >= max(sizes.min() for sizes in largest)]
+    shape = len(tables), max(map(len, tables))
+    total, largest, everywhere = np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(shape, dtype=bool)
+    for k, options in enumerate(tables):
+        n = len(options)
+        largest[k, :n], everywhere[k, :n] = [o.seconds for o in options], [o.spread == "all" for o in options]
+        total[k, :n] = [o.seconds * copies[o.spread](o) for o in options]
+    thresholds = np.unique(largest[np.isfinite(largest)])
+    thresholds = thresholds[thresholds >= largest.min(axis=1).max()]
     if len(thresholds) > 400:
         thresholds = np.unique(thresholds[np.linspace(0, len(thresholds) - 1, 400).astype(int)])
     relaxed, bounds = [], []
+    every = np.arange(len(tables))
     for threshold in thresholds:
-        picks = [int(np.where(sizes <= threshold, sums, np.inf).argmin()) for sums, sizes in zip(total, largest)]
-        mean = sum(float(sums[k]) for sums, k in zip(total, picks)) / group.num_ranks
-        bounds.append(max(mean, max(float(sizes[k]) for sizes, k in zip(largest, picks))))
+        picks = np.where(largest <= threshold, total, np.inf).argmin(axis=1)
+        mean, sizes, spread = float(total[every, picks].sum()) / group.num_ranks, largest[every, picks], everywhere[every, picks]
+        bounds.append(max(mean, float(sizes.max())))
         # what goes to every rank lies under the largest of the others
-        chosen = [options[k] for options, k in zip(tables, picks)]
-        under = sum(o.seconds for o in chosen if o.spread == "all")
-        relaxed.append((max(mean, under + max((o.seconds for o in chosen if o.spread != "all"), default=0.0)), tuple(picks)))
+        relaxed.append((max(mean, float(sizes[spread].sum() + sizes[~spread].max(initial=0.0))), tuple(picks.tolist())))
     bound = min(bounds)
     best: TablesPlan | None = None
     failure: PlacementError | None = None

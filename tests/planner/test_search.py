@@ -60,7 +60,7 @@ def test_equals_exhaustive_enumeration_of_a_part_that_is_wide_open(seed):
     assert found == (None if best is None else pytest.approx(best, rel=2e-6))
 
 
-@pytest.mark.parametrize("seed", [5, 9, *_slow(0, 4, 8, 12, 16, 24)])
+@pytest.mark.parametrize("seed", [5, *_slow(0, 4, 8, 9, 12, 16, 24)])
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_program_and_chain_are_below_every_plan(seed, calibrated):
     """5 and 9: the rank that serves most holds few of the bytes that replicas average. Calibrated: lookups and updates have fixed costs, which a rank
