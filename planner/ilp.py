@@ -39,7 +39,7 @@ from costmodel.memory import BlockMemory
 from planner.bounds import Cut, Durations
 from planner.points import MAX_POINTS, Points, num_points
 from planner.solver import Solution, solve
-from planner.space import RegionChoice, TableChoice
+from planner.space import CHECKPOINTS, PRECISIONS, RegionChoice, TableChoice
 
 GIB = 2.0**30
 MILLI = 1e-3
@@ -56,6 +56,12 @@ class RegionRow:
     count: int
     memory: dict[RegionChoice, BlockMemory]
     sharded: float
+
+    @property
+    def effort(self) -> dict[RegionChoice, int]:
+        """Tie-break: wider formats first, then less recomputation."""
+        ranked = sorted(self.memory, key=lambda c: (PRECISIONS.index(c.precision), CHECKPOINTS.index(c.checkpoint)))
+        return {c: rank for rank, c in enumerate(ranked, start=1)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +168,7 @@ class CandidateProgram:
         """Between plans of equal time: fewer shards, less recomputation, fewer kinds of options in one region."""
         scale = TIE_BREAK * self.scale / MILLI
         tables = [row.effort[c] / row.count * self.x[row.name, c] for row in self.tables for c in row.weights]
-        options = [(j + 1) / row.count * self.n[row.name, c] + self.u[row.name, c] for row in self.regions for j, c in enumerate(row.memory)]
+        options = [row.effort[c] / row.count * self.n[row.name, c] + self.u[row.name, c] for row in self.regions for c in row.memory]
         return scale / max(1, len(tables) + 3 * len(options)) * pulp.lpSum(tables + options)
 
     @property

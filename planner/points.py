@@ -102,7 +102,7 @@ class Points:
 
     def effort(self) -> np.ndarray:
         tables = [row.effort[c] / row.count for row in self.program.tables for c in row.weights]
-        options = [(j + 1) / row.count for row in self.program.regions for j in range(len(row.memory))]
+        options = [row.effort[c] / row.count for row in self.program.regions for c in row.memory]
         kinds = (self.counts[:, :len(options)] > 0).sum(axis=1)
         return self.counts @ np.array(options + tables) + kinds
 

@@ -1,15 +1,18 @@
 """The search: equal to exhaustive enumeration, truthful gaps, reproducible plans, and plain words when nothing fits."""
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 from benchmarks.instances import best_of_all, broad_instance, enumerate_plans, instance, odd_calibration
+from costmodel.plan import RegionOption
 from costmodel.simulate import bound
 from planner.bounds import critical_chain
 from planner.errors import NoFeasiblePlan
+from planner.ilp import Choice
 from planner.placement import PlacementError
-from planner.pricing import Pricing
+from planner.pricing import Pricing, plan_order
 from planner.scenario import Exclusions, Pins, load_scenario
 from planner.search import Search, search
 from planner.space import build_space
@@ -79,6 +82,33 @@ def test_program_and_chain_are_below_every_plan(seed, calibrated):
         assert state.first[i] <= priced.seconds * (1 + 1e-9)
         assert state.least_memory[i] <= priced.memory.reserved.value * (1 + 1e-9)
     assert seen
+
+
+@pytest.mark.parametrize("seed", [0, *_slow(3, 5)])
+def test_no_order_of_a_regions_options_is_faster_than_the_plans_under_any_memory(seed):
+    """Three equal blocks: every order of every choice of policies is simulated."""
+    scenario, _ = broad_instance(4 * seed + 2)
+    history = tuple(dataclasses.replace(g, count=3) for g in scenario.model.sequences[0].layers[:1])
+    model = dataclasses.replace(scenario.model, sequences=(dataclasses.replace(scenario.model.sequences[0], layers=history),))
+    pins = dataclasses.replace(scenario.pins, checkpoint={**scenario.pins.checkpoint, "interaction": "none"}, sharding={"*": "row_wise"})
+    scenario = dataclasses.replace(scenario, model=model, pins=pins, cluster=dataclasses.replace(scenario.cluster, memory_budget=60e9),
+                                   workload=dataclasses.replace(scenario.workload, local_batch=1024),
+                                   search=dataclasses.replace(scenario.search, predict_only=False))
+    space = build_space(scenario)
+    pricing, choices = Pricing(scenario, space, None), space.regions["history.0"]
+    tables = {t.name: {pricing.choices(t, int(space.candidates["sparse_group"][0]))[0]: len(t.tables)} for t in pricing.tied}
+    found = {True: [], False: []}
+    for order in itertools.product(choices, repeat=3):
+        counts = {name: {(order[0] if name == "history.0" else c[0]): pricing.blocks[name]} for name, c in space.regions.items()}
+        choice = Choice(regions=counts, tables=tables, seconds=0.0, bound=0.0, gap=0.0, optimal=True)
+        options = tuple(RegionOption(count=len(list(run)), precision=c.precision, checkpoint=c.checkpoint) for c, run in itertools.groupby(order))
+        plan = pricing.plan(0, choice)
+        regions = tuple(dataclasses.replace(r, options=options) if r.region == "history.0" else r for r in plan.regions)
+        priced = pricing.price(dataclasses.replace(plan, regions=regions), choice)
+        found[list(order) == plan_order(order)].append((priced.seconds, priced.memory.reserved.value))
+    assert len(found[True]) == 10 and len(found[False]) == 17
+    for seconds, size in found[False]:
+        assert any(s <= seconds * (1 + 1e-9) and m <= size * (1 + 1e-9) for s, m in found[True])
 
 
 @pytest.mark.slow
