@@ -72,7 +72,7 @@ def scale() -> Iterator[Row]:
     """The bundled scenarios."""
     load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     for name, predict_only, gap, limit, aim in (
-        ("gem-4096xb200", True, 0.03, 10.0, 3.0),
+        ("gem-4096xb200", True, 0.01, 10.0, 3.0),
         ("gem-512xh200", False, None, 4.0, None),
         ("quickstart", False, None, 1.0, None),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -74,8 +75,9 @@ def test_a_damaged_answer_is_searched_again_and_the_oldest_go(tmp_path, state, m
     assert answers.recall(state / "1.json") is None
 
 
-def test_an_answer_that_a_limit_cut_short_is_not_kept(state):
-    result = search(load_scenario("gem-512xh200", with_variants=False), time_limit=0.3, gap=0.0, top=1)
-    assert result.certificate.status == "time_limit"
-    answers.keep(result, state / "cut.json")
-    assert not (state / "cut.json").exists()
+def test_a_search_that_a_limit_cuts_short_is_feasible_with_its_gap_and_not_kept(state):
+    done = CliRunner().invoke(app, ["search", "gem-512xh200", "--time-limit", "0.1", "--top", "1"])
+    assert done.exit_code == 0, done.output
+    gap = float(re.search(r"feasible, gap (\d+\.\d+)%: ", done.output)[1])
+    assert 0 < gap < 100 and f"no plan can be more than {gap:.2f}% faster" in " ".join(done.output.split())
+    assert not list(state.glob("*"))

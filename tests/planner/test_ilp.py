@@ -13,7 +13,7 @@ from planner.ilp import GIB, CandidateProgram, Choice, MemoryRow, RegionRow, Tab
 from planner.solver import solve
 from planner.space import RegionChoice, TableChoice
 
-FAST = RegionChoice(precision="fp8", checkpoint="none", risk=1.0)
+FAST = RegionChoice(precision="fp8_row", checkpoint="none", risk=1.0)
 PLAIN = RegionChoice(precision="bf16", checkpoint="none", risk=0.0)
 LEAN = RegionChoice(precision="bf16", checkpoint="full", risk=0.0)
 ROWS = TableChoice(sharding="row_wise", num_shards=4)
