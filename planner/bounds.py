@@ -321,9 +321,8 @@ def least_serving(plan: Plan, tokens: Mapping[str, float], served: float, prices
             if rows == 0:
                 continue
             distinct = expected_unique(table.rows, zipf, ids * group * plan.accumulation)
-            # rooflines are linear in rows, and per element highest for narrow rows
-            widths = [table.dim]
-            shares = [1.0]
+            # without curves a time is a fixed part and one that grows with the bytes: least per element on the widest rows and all tables at once
+            widths, shares = [table.dim], [float(count)]
             if prices.calibration is not None:
                 widths = [table.dim // n for n in divisors(table.dim) if n <= group and (n == 1 or table.dim // n >= MIN_COLUMNS)]
                 shares = sorted({1.0, *np.geomspace(1.0 / group, count, 7)})

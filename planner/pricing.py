@@ -48,7 +48,7 @@ from planner.points import MAX_POINTS
 from planner.scenario import ResolvedScenario
 from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, low_precision_pins, predict_only_reasons, table_choices
 
-LEANEST_FIRST = ("full", "selective", "quantized", "none")
+LEANEST_FIRST = ("full", "selective", "quantized4", "quantized", "none")
 _EXCHANGES = ("ids", "embeddings", "gradients")
 _SERVING = ("lookup", "update")
 
