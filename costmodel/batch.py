@@ -16,10 +16,12 @@ and a phase maps it by sums and maxima alone: with D its device time, H its laun
 
 A phase's numbers depend on few columns, so they are made once for each combination that occurs, and spread by index:
 
-    blocks   (local batch, policy, ranks)                         forward, backward, recomputation of every distinct block
-    moves    (fsdp, ddp, transport)                               gathers, reductions, optimizer
-    dense    blocks x moves x (reshard, execution)                the recurrences of `costmodel.lower` over all blocks, as arrays
-    sparse   (blocks) x (sparse layout, accumulation, transport)  the chains of exchange, lookup and update
+    batches    (local batch, policy, ranks)                          the slowest rank's histories
+    blocks     batches x (ep, how experts exchange)                  forward, backward, recomputation of every distinct block
+    moves      (fsdp, ddp, ep, transport)                            gathers, reductions, optimizer
+    exchanges  (local batch, ep, how experts exchange, transport)    what blocks with spread experts wait for
+    dense      blocks x moves x exchanges x (reshard, execution)     the recurrences of `costmodel.lower` over all blocks, as arrays
+    sparse     batches x (sparse layout, accumulation, transport)    the chains of exchange, lookup and update
 
 The last micro-batch also reduces gradients: its reductions run beside the sparse phase, hold back exchanges on their tier, and end before AdamW.
 """
@@ -31,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.batch_dense import Dense, block_table, dense_table, move_table
+from costmodel.batch_dense import Dense, block_table, dense_table, exchange_table, move_table
 from costmodel.batch_phases import NEVER, At, Keys
 from costmodel.batch_sparse import AVERAGE, EXCHANGE, GATHER, TABLES, UPDATE, Recorder, Sparse, sparse_table
 from costmodel.calibration import Calibration
@@ -41,7 +43,9 @@ from costmodel.lower import Factors, Pricer, _Builder, batch_shape, pricer
 from costmodel.plan import Layout, Plan
 from costmodel.sparse import TableLoads, table_loads
 
-LAYOUT_COLUMNS = ("ddp", "fsdp", "ep", "sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "reshard_after_forward")
+LAYOUT_COLUMNS = ("ddp", "fsdp", "ep", "expert_all_to_all", "sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every",
+                  "reshard_after_forward")
+_FLAGS = ("expert_all_to_all", "fully_sharded_2d", "reshard_after_forward")
 COLUMNS = (*LAYOUT_COLUMNS, "local_batch", "accumulation", "batching", "transport", "execution")
 _CHUNK = 1 << 14
 
@@ -70,8 +74,7 @@ class BatchBound:
 
     def plan(self, columns: Mapping[str, np.ndarray], i: int) -> Plan:
         """Candidate i as a plan: what `estimate` takes."""
-        layout = {name: columns[name][i].item() for name in LAYOUT_COLUMNS}
-        layout["fully_sharded_2d"], layout["reshard_after_forward"] = bool(layout["fully_sharded_2d"]), bool(layout["reshard_after_forward"])
+        layout = {name: bool(columns[name][i]) if name in _FLAGS else columns[name][i].item() for name in LAYOUT_COLUMNS}
         coded: dict[str, Any] = {name: meaning[int(columns[name][i])] for name, meaning in self.codes.items()}
         return dataclasses.replace(self.template, layout=Layout(**layout), local_batch=int(columns["local_batch"][i]),
                                    accumulation=int(columns["accumulation"][i]), **coded)
@@ -104,10 +107,13 @@ class Evaluation:
         uneven = np.flatnonzero(c["sparse_group"] * c["sparse_replicas"] != self.ranks)
         if len(uneven):
             raise ValueError(f"candidates: candidate {int(uneven[0])}: sparse_group x sparse_replicas is not ddp x fsdp")
-        self.blocks = Keys(c["local_batch"], c["batching"], self.ranks)
-        self.moves = Keys(c["fsdp"], c["ddp"], c["transport"])
-        self.dense = Keys(self.blocks.of, self.moves.of, c["reshard_after_forward"], c["execution"])
-        self.sparse = Keys(self.blocks.of, c["accumulation"], c["sparse_group"], c["sparse_replicas"], c["fully_sharded_2d"], c["sync_every"],
+        experts = c["ep"], c["expert_all_to_all"]
+        self.batches = Keys(c["local_batch"], c["batching"], self.ranks)
+        self.blocks = Keys(self.batches.of, *experts)
+        self.moves = Keys(c["fsdp"], c["ddp"], c["ep"], c["transport"])
+        self.exchanges = Keys(c["local_batch"], *experts, c["transport"])
+        self.dense = Keys(self.blocks.of, self.moves.of, self.exchanges.of, c["reshard_after_forward"], c["execution"])
+        self.sparse = Keys(self.batches.of, c["accumulation"], c["sparse_group"], c["sparse_replicas"], c["fully_sharded_2d"], c["sync_every"],
                             c["transport"])
         self.tiers: dict[str, int] = {"": 0}
         # launches of each execution mode over eager ones
@@ -116,7 +122,7 @@ class Evaluation:
 
     def seconds(self) -> np.ndarray:
         blocks, slow = block_table(self)
-        dense = dense_table(self, blocks, move_table(self))
+        dense = dense_table(self, blocks, move_table(self), exchange_table(self))
         sparse = sparse_table(self)
         out = np.empty(len(self.ranks))
         # candidates with equal accumulation side by side, so that a chunk runs as many micro-batches as it needs
@@ -204,7 +210,7 @@ def _streams(dense: Dense, sparse: Sparse, j: np.ndarray, k: np.ndarray) -> np.n
     tiers = np.concatenate([dense.tiers[j], sparse.tiers[k]], axis=1)
     lossy = np.concatenate([dense.lossy[j], sparse.lossy[k]], axis=1)
     count = np.zeros(len(j), dtype=np.int64)
-    for at in range(4):
+    for at in range(tiers.shape[1]):
         seen = np.zeros(len(j), dtype=bool)
         for earlier in range(at):
             seen |= lossy[:, earlier] & (tiers[:, earlier] == tiers[:, at])

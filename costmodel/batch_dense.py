@@ -101,10 +101,33 @@ def move_table(run: Evaluation) -> Moves:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanges:
+    """By exchange key and distinct unit `(keys, units, 2)`: seconds and shares of what blocks with spread experts send in forward and backward; their
+    tier `(keys,)`."""
+
+    seconds: np.ndarray
+    shares: np.ndarray
+    tiers: np.ndarray
+
+
+def exchange_table(run: Evaluation) -> Exchanges:
+    seconds, shares, tiers = [], [], []
+    for i in run.exchanges.first:
+        made = run.builder(dataclasses.replace(run.plan(i), execution="eager"))
+        distinct = {(u.region.name, u.precision, u.checkpoint): u for u in made.units}
+        found = [[made.tasks[at] if (at := made.exchange(unit, phase)) is not None else NOTHING for phase in (FORWARD, BACKWARD)]
+                 for unit in distinct.values()]
+        seconds.append([[t.seconds for t in both] for both in found])
+        shares.append([[t.sm_fraction for t in both] for both in found])
+        tiers.append(max(run.tier(t.stream if t.stream != COMPUTE else "") for both in found for t in both))
+    return Exchanges(seconds=np.array(seconds), shares=np.array(shares), tiers=np.array(tiers))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
     """By dense key: phases forward and backward without and with reductions; ends of the last scatter and all-reduce `(keys, 2)` after device (0)
     and launches (1) alone; left `(keys, 3, 4)`: what reductions that outlive backward take, the first block's scatter, its all-reduce, other
-    all-reduces; tiers of fsdp and ddp `(keys, 2)`, whether their collectives take from compute; optimizer as in `Moves`."""
+    all-reduces; tiers of fsdp, ddp and ep `(keys, 3)`, whether their collectives take from compute; optimizer as in `Moves`."""
 
     forward: Phase
     backward: Phase
@@ -117,10 +140,10 @@ class Dense:
     optimizer: np.ndarray
 
 
-def dense_table(run: Evaluation, blocks: Blocks, moves: Moves) -> Dense:
+def dense_table(run: Evaluation, blocks: Blocks, moves: Moves, exchanges: Exchanges) -> Dense:
     first = run.dense.first
-    b, m = run.blocks.of[first], run.moves.of[first]
-    parts = DenseParts(blocks=blocks, moves=moves, b=b, m=m, again=run.columns["reshard_after_forward"][first].astype(bool),
+    b, m, x = run.blocks.of[first], run.moves.of[first], run.exchanges.of[first]
+    parts = DenseParts(blocks=blocks, moves=moves, exchanges=exchanges, b=b, m=m, x=x, again=run.columns["reshard_after_forward"][first].astype(bool),
                         launch=run.modes[run.columns["execution"][first]], scatters=run.columns["fsdp"][first] > 1,
                         sums=run.columns["ddp"][first] > 1, gpu=run.owner.gpu)
     return parts.table()
@@ -132,8 +155,10 @@ class DenseParts:
 
     blocks: Blocks
     moves: Moves
+    exchanges: Exchanges
     b: np.ndarray
     m: np.ndarray
+    x: np.ndarray
     again: np.ndarray
     launch: np.ndarray
     scatters: np.ndarray
@@ -144,9 +169,10 @@ class DenseParts:
         forward = self._forward()
         backward, *_ = self._backward(reduce=False)
         last, scattered, summed, left = self._backward(reduce=True)
-        tiers = self.moves.tiers[self.m]
-        shares = self.moves.shares[self.m]
-        lossy = np.stack([self.scatters & ((shares[:, :, :2] > 0).any(axis=(1, 2))), self.sums & (shares[:, :, 2] > 0).any(axis=1)], axis=1)
+        tiers = np.column_stack([self.moves.tiers[self.m], self.exchanges.tiers[self.x]])
+        shares, exchanged = self.moves.shares[self.m], self.exchanges.shares[self.x]
+        lossy = np.stack([self.scatters & ((shares[:, :, :2] > 0).any(axis=(1, 2))), self.sums & (shares[:, :, 2] > 0).any(axis=1),
+                          (exchanged > 0).any(axis=(1, 2))], axis=1)
         optimizer = self.moves.optimizer[self.m].copy()
         optimizer[:, 1] *= self.launch
         return Dense(forward=forward, backward=backward, last=last, scattered=scattered, summed=summed, left=left,
@@ -155,12 +181,14 @@ class DenseParts:
     def _unit(self, u: int) -> dict[str, np.ndarray]:
         """Everything of distinct unit u, `(keys,)` each."""
         blocks, moves, b, m = self.blocks, self.moves, self.b, self.m
+        sent, shares = self.exchanges.seconds[self.x, u], self.exchanges.shares[self.x, u]
         launch, copies = blocks.launch[b, u] * self.launch[:, None], moves.copies[m, u]
         return {"forward": blocks.forward[b, u], "backward": blocks.backward[b, u], "again": blocks.again[b, u], "forward host": launch[:, 0],
                 "backward host": launch[:, 1], "again host": launch[:, 2], "gather": moves.gather[m, u], "scatter": moves.scatter[m, u],
                 "summed": moves.summed[m, u], "unshard": copies[:, 0], "pack": copies[:, 1], "unshard host": copies[:, 2] * self.launch,
                 "pack host": copies[:, 3] * self.launch, "share gather": moves.shares[m, u, 0], "share scatter": moves.shares[m, u, 1],
-                "share summed": moves.shares[m, u, 2], "count": np.float64((blocks.place == u).sum())}
+                "share summed": moves.shares[m, u, 2], "sent": sent[:, 0], "returned": sent[:, 1], "share sent": shares[:, 0],
+                "share returned": shares[:, 1], "count": np.float64((blocks.place == u).sum())}
 
     def _start(self) -> tuple[np.ndarray, np.ndarray]:
         """(d, h) of the two passes: device free at 0 and launches never in the way, and the other way round."""
@@ -183,17 +211,19 @@ class DenseParts:
         loss = self.blocks.loss[self.b]
         wrapped = self.blocks.wrapped[self.b]
         if not self.gpu:
-            each = (u["forward"] + wrapped * (u["unshard"] + u["gather"] * self.scatters) for u in self._units())
+            each = (u["forward"] + u["sent"] + wrapped * (u["unshard"] + u["gather"] * self.scatters) for u in self._units())
             return self._chained(sum(each, loss[:, 0]))
         d, h = self._start()
         begun, tier = d, d
-        compute, taken, device = np.zeros(len(self.b)), self._taken("gather", self.scatters), d
+        compute, device = np.zeros(len(self.b)), d
+        taken = self._taken("gather", self.scatters) + self._taken("sent", self.scatters)
         for unit in self._units():
             device = d
             # gather: behind the block before the last one, on its tier; without fsdp nothing is gathered
             tier = np.where(self.scatters, np.maximum(np.maximum(tier, begun), h) + unit["gather"], NEVER)
             h = h + unit["unshard host"]
             d = np.where(wrapped, np.maximum(np.maximum(d, h), tier) + unit["unshard"], d)
+            d, tier = self._exchanged(unit["sent"], d, h, tier)
             h = h + unit["forward host"]
             d = np.maximum(d, h) + unit["forward"]
             begun = device
@@ -212,11 +242,11 @@ class DenseParts:
         one_tier = (self.moves.tiers[self.m, 0] == self.moves.tiers[self.m, 1]) & self.scatters & self.sums
         units = self._units()[::-1]
         if not self.gpu:
-            each = (u["again"] + u["backward"] + copies * u["unshard"] + regathers * u["gather"] + scatters * u["scatter"] + sums * u["summed"]
-                    + (wrapped & reduce) * u["pack"] for u in units)
+            each = (u["again"] + u["backward"] + u["returned"] + copies * u["unshard"] + regathers * u["gather"] + scatters * u["scatter"]
+                    + sums * u["summed"] + (wrapped & reduce) * u["pack"] for u in units)
             never = np.full((n, 2), NEVER)
             return self._chained(sum(each, self.blocks.loss[self.b][:, 1])), never, never, left
-        taken = self._taken("gather", regathers)
+        taken = self._taken("gather", regathers) + self._taken("returned", self.scatters)
         if reduce:
             # a reduction is felt within backward when a later pack waits for it: a scatter by the next one, an all-reduce by the one after that. The
             # rest outlives backward: of the first block both, of the second the all-reduce, without scatters every all-reduce.
@@ -243,6 +273,7 @@ class DenseParts:
                 following = units[at + 1]
                 tier = np.where(regathers, np.maximum(np.maximum(tier, start), h) + following["gather"], tier)
                 gathered = np.where(regathers, tier, NEVER)
+            d, tier = self._exchanged(unit["returned"], d, h, tier)
             h = h + unit["again host"]
             d = np.where(unit["again"] > 0, np.maximum(d, h) + unit["again"], d)
             h = h + unit["backward host"]
@@ -263,6 +294,17 @@ class DenseParts:
             tier = np.where(one_tier & sums, end, tier)
             reduced = np.where(sums, summed, scattered)
         return Phase(D=d[0], V=d[1], H=h[1], compute=compute, taken=taken), scattered.T, summed.T, left
+
+    @functools.cached_property
+    def _one_link(self) -> np.ndarray:
+        """Whether experts exchange on the tier of fsdp."""
+        return self.moves.tiers[self.m, 0] == self.exchanges.tiers[self.x]
+
+    def _exchanged(self, seconds: np.ndarray, d: np.ndarray, h: np.ndarray, tier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(device, fsdp's tier) free after an exchange, which the device waits for and which queues behind gathers and reductions of its tier."""
+        end = np.maximum(np.maximum(d, h), np.where(self._one_link, tier, NEVER)) + seconds
+        there = seconds > 0
+        return np.where(there, end, d), np.where(there & self._one_link, end, tier)
 
     def _taken_by(self, unit: dict[str, np.ndarray], name: str, present: np.ndarray) -> np.ndarray:
         """`(keys, 4)` seconds that one block's collective takes of compute, where it is `present`."""

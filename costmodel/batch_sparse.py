@@ -79,7 +79,7 @@ class Recorder(_Builder):
 
 def sparse_table(run: Evaluation) -> Sparse:
     c, first = run.columns, run.sparse.first
-    works = Keys(run.blocks.of[first], c["accumulation"][first], c["sparse_group"][first])
+    works = Keys(run.batches.of[first], c["accumulation"][first], c["sparse_group"][first])
     records = [_record(run, run.plan(first[i])) for i in works.first]
     row = works.of
     slots = {name: _slot(run, name, records, row) for name in (*_BEFORE, *_AFTER, *_TAIL)}

@@ -12,7 +12,9 @@ The FSDP unit is a block. Dependencies of collectives:
     GPU (NCCL)   all-gather of unit u waits for the compute before unit u - 1's (its buffer), and so runs beside unit u - 1's compute;
                  reduce-scatter of u waits for u's backward, and the packing of the next unit's gradients for it, as only one is in flight;
                  an all-reduce over ddp follows its
-                 reduce-scatter on the same stream. Where the host reads split sizes of an all-to-all, it waits for the device and loses its lead.
+                 reduce-scatter on the same stream. Samples and their experts' outputs travel over ep right before the block's compute, which waits
+                 for both (the way there and the way back are one task). Where the host reads split sizes of an all-to-all, it waits for the device
+                 and loses its lead.
 
 A block's time is the sum of its ops' times under the calibration's correction of that block kind; a missing curve falls to the roofline and says so.
 """
@@ -27,7 +29,7 @@ from costmodel import compute
 from costmodel.blocks import BatchShape, Block, JaggedShape, activation_dtype
 from costmodel.blocks.measured import block_features
 from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTime
-from costmodel.comms import GroupShape, Network, layout_groups, network
+from costmodel.comms import CollectiveCost, GroupShape, Network, layout_groups, network
 from costmodel.gpu import block_key
 from costmodel.model import DTYPE_BYTES, Model
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
@@ -346,13 +348,28 @@ class _Builder:
         """A collective on its tier's stream; `waits`: the compute chain goes on after it, `apart`: it does not, on a CPU either. share: fraction of
         steps that run it."""
         cost = self.net.cost(kind, num_bytes, group, max_over_mean=max_over_mean)
-        if not cost.tier:
+        return self._joined(name, [(kind, num_bytes, cost)], deps=deps, region=region, waits=waits, apart=apart, share=share)
+
+    def collectives(self, name: str, asked: Sequence[tuple[str, float, str]], *, deps: Sequence[int | None], region: str, waits: bool = False
+                    ) -> int | None:
+        """Collectives (kind, bytes, axis) one right after the other, as one task on the first one's tier: groups that share a region's
+        parameters cross the same tier, or one rank."""
+        return self._joined(name, [(kind, num_bytes, self.net.cost(kind, num_bytes, self.groups[axis])) for kind, num_bytes, axis in asked],
+                            deps=deps, region=region, waits=waits)
+
+    def _joined(self, name: str, costs: Sequence[tuple[str, float, CollectiveCost]], *, deps: Sequence[int | None], region: str, waits: bool,
+                apart: bool = False, share: float = 1.0) -> int | None:
+        costs = [found for found in costs if found[2].tier]
+        if not costs:
             return None
-        chained = not apart and (waits or not self.gpu)
-        index = self.add(Task(name=name, stream=tier_stream(cost.tier), seconds=cost.seconds * share,
+        chained, seconds = not apart and (waits or not self.gpu), sum(cost.seconds for *_, cost in costs)
+        taken = sum(cost.seconds * cost.share for *_, cost in costs) / seconds if self.gpu and seconds > 0 else 0.0
+        index = self.add(Task(name=name, stream=tier_stream(costs[0][2].tier), seconds=seconds * share,
                               deps=_deps(*deps, self.last if chained else None), phase="exposed_communication", region=region, kind="collective",
-                              bytes=num_bytes * share, source=cost.source, sm_fraction=cost.share if self.gpu else 0.0))
-        self.parts.append(("exposed_communication", f"{kind}:{cost.tier}", cost.source, cost.seconds * share, MINIMUM_WIDTH[cost.source] + 0.08))
+                              bytes=sum(num_bytes for _, num_bytes, _ in costs) * share, source=worst(cost.source for *_, cost in costs),
+                              sm_fraction=taken))
+        self.parts += [("exposed_communication", f"{kind}:{cost.tier}", cost.source, cost.seconds * share, MINIMUM_WIDTH[cost.source] + 0.08)
+                       for kind, _, cost in costs]
         if chained:
             self.last = index
         return index
@@ -518,6 +535,7 @@ class _Builder:
             start = self.last
             gather = self.unshard(unit, self.gather(unit, before), phase)
             before = start
+            self.exchange(unit, FORWARD)
             cost = self.pricer.block(block, self.batch, unit.precision, FORWARD)
             self.compute(name, cost, phase, name, deps=(gather,))
         rows = self.batch.samples * len(self.plan.model.heads)
@@ -527,9 +545,14 @@ class _Builder:
         """All-gather of a unit's parameters; None where nothing is gathered."""
         if not self.wrapped:
             return None
-        fsdp = self.plan.layout.fsdp
-        num_bytes = dtype_bytes(activation_dtype(unit.precision)) * fsdp * unit.region.block.sharded_elements(fsdp)
-        return self.collective(f"gather {unit.region.name}", "all_gather", num_bytes, self.groups["fsdp"], deps=(before,), region=unit.region.name)
+        width = dtype_bytes(activation_dtype(unit.precision))
+        asked = [("all_gather", width * ranks * elements, axis) for axis, ranks, elements in unit.region.block.shards(self.plan.layout.fsdp)]
+        return self.collectives(f"gather {unit.region.name}", asked, deps=(before,), region=unit.region.name)
+
+    def exchange(self, unit: _Unit, phase: str) -> int | None:
+        """What a block with spread experts sends inside its expert group in one direction; the compute chain waits for it."""
+        asked = [(kind, num_bytes, "ep") for kind, num_bytes in unit.region.block.exchanges(self.batch, unit.precision, phase, unit.checkpoint)]
+        return self.collectives(f"exchange {phase} {unit.region.name}", asked, deps=(), region=unit.region.name, waits=True)
 
     def unshard(self, unit: _Unit, gather: int | None, phase: str) -> int | None:
         """The copies that make gathered parameters usable."""
@@ -553,6 +576,7 @@ class _Builder:
             gather = self.unshard(unit, gathered, phase) if regather else None
             # FSDP2 asks for the next unit before this one's backward, so ahead of its reduce-scatter
             gathered = self.gather(following, start) if regather and following is not None else None
+            self.exchange(unit, BACKWARD)
             again = self.pricer.recompute(block, self.batch, unit.precision, unit.checkpoint)
             if again.parts:
                 self.compute(f"recompute {name}", again, phase, name, deps=(gather,))
@@ -567,9 +591,11 @@ class _Builder:
         block, name, layout = unit.region.block, unit.region.name, self.plan.layout
         cost = self.pricer.unit("fsdp_reduce", block)
         done: int | None = self.compute(f"pack gradients {name}", cost, "backward", name, deps=(scattered,))
-        sharded = 4.0 * block.sharded_elements(layout.fsdp)
-        scatter = self.collective(f"reduce {name}", "reduce_scatter", sharded * layout.fsdp, self.groups["fsdp"], deps=(done, reduced), region=name)
-        summed = self.collective(f"all-reduce {name}", "all_reduce", sharded, self.groups["ddp"], deps=(done, scatter), region=name)
+        shards = block.shards(layout.fsdp)
+        scatter = self.collectives(f"reduce {name}", [("reduce_scatter", 4.0 * elements * ranks, axis) for axis, ranks, elements in shards],
+                                   deps=(done, reduced), region=name)
+        summed = self.collectives(f"all-reduce {name}", [("all_reduce", 4.0 * elements, "ddp") for *_, elements in shards],
+                                  deps=(done, scatter), region=name)
         return scatter, summed if summed is not None else scatter
 
     def sparse_backward(self, last_microbatch: bool) -> None:
@@ -636,7 +662,7 @@ def _variant(work: GroupWork) -> str:
 def _options(plan: Plan):
     """(region, its options) in forward order; ValueError where plan and model differ."""
     options = {r.region: r.options for r in plan.regions}
-    known = regions(plan.model)
+    known = regions(plan.model, plan.layout)
     if set(options) != {r.name for r in known} or len(options) != len(plan.regions):
         raise ValueError(f"plan regions {sorted(r.region for r in plan.regions)} are not the model's {sorted(r.name for r in known)}")
     for region in known:

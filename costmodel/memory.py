@@ -1,6 +1,7 @@
 """Device memory of one rank by category and by phase; the peak and the phase that makes it.
 
-Every parameter `(d0, ...)` is sharded on d0 over the fsdp group, padded: ceil(d0 / fsdp) rows on the first rank.
+Every parameter `(d0, ...)` is sharded on d0 over the fsdp group, padded: ceil(d0 / fsdp) rows on the first rank. With ep > 1 a rank has 1 / ep of the
+experts, sharded over fsdp / ep ranks.
 
     parameters             4 bytes x sharded elements (fp32 masters)
     gradients              the same, from a region's backward to the optimizer (all the time with accumulation)
@@ -96,7 +97,7 @@ def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoi
 def block_memories(plan: Plan, batch: BatchShape) -> list[BlockMemory]:
     """Every block of the model in forward order under the plan's options. Raises ValueError where options and blocks do not match."""
     options = {r.region: r.options for r in plan.regions}
-    known = regions(plan.model)
+    known = regions(plan.model, plan.layout)
     if set(options) != {r.name for r in known}:
         raise ValueError(f"plan regions {sorted(options)} are not the model's {sorted(r.name for r in known)}")
     blocks: list[BlockMemory] = []
@@ -121,7 +122,7 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
         tables, state = tables / plan.layout.sparse_replicas, state / plan.layout.sparse_replicas
     inputs = INPUT_BATCHES * input_bytes(plan, batch) + (distributed_bytes(plan, batch) if plan.input_overlap else 0.0)
     gpu = plan.cluster.device.kind == "gpu"
-    buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * _communicators(plan) + _library_bytes(calibration) if gpu else 0.0)
+    buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * communicators(plan.layout) + _library_bytes(calibration) if gpu else 0.0)
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
     embeddings = embedding_bytes(plan, batch)
     dense, phase = _dense_peak(blocks, embeddings, plan)
@@ -226,9 +227,10 @@ def _library_bytes(calibration: Calibration | None) -> float:
     return calibration.constants.get("library_bytes", LIBRARY_BYTES) if calibration is not None else LIBRARY_BYTES
 
 
-def _communicators(plan: Plan) -> int:
-    layout = plan.layout
-    return sum(n > 1 for n in (layout.fsdp, layout.ddp, layout.sparse_group, layout.sparse_replicas))
+def communicators(layout: Layout) -> int:
+    """Process groups of more than one rank; without expert parallelism the experts use fsdp's."""
+    experts = (layout.ep, layout.efsdp) if layout.ep > 1 else ()
+    return sum(n > 1 for n in (layout.fsdp, layout.ddp, layout.sparse_group, layout.sparse_replicas, *experts))
 
 
 def reserving(plan: Plan, calibration: Calibration | None) -> tuple[float, float]:

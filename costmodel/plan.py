@@ -29,12 +29,14 @@ class Layout:
     """The five dimensions. Dense: world = ddp x fsdp. Experts: fsdp = efsdp x ep, ep innermost. Sparse: world = sparse_group x sparse_replicas.
 
     Rank r has fsdp index r % fsdp and ddp index r // fsdp; its sparse group is made of ranks of equal r // sparse_group. With `fully_sharded_2d` each
-    replica keeps 1 / sparse_replicas of its shard at rest; plain 2D averages weights and state every `sync_every` steps.
+    replica keeps 1 / sparse_replicas of its shard at rest; plain 2D averages weights and state every `sync_every` steps. With ep > 1 rank r holds the
+    experts of place r % ep; samples reach them by all-gather and reduce-scatter over ep, or with `expert_all_to_all` by all-to-all both ways.
     """
 
     ddp: int = 1
     fsdp: int = 1
     ep: int = 1
+    expert_all_to_all: bool = False
     sparse_group: int = 1
     sparse_replicas: int = 1
     fully_sharded_2d: bool = False
@@ -50,15 +52,23 @@ class Layout:
                              f"replicas {self.sparse_replicas} = {self.sparse_group * self.sparse_replicas}")
         if self.fsdp % self.ep:
             raise ValueError(f"ep {self.ep} must divide fsdp {self.fsdp}")
+        if self.expert_all_to_all and self.ep == 1:
+            raise ValueError("expert_all_to_all needs ep > 1, got ep 1")
 
     @property
     def world_size(self) -> int:
         return self.ddp * self.fsdp
 
     @property
+    def efsdp(self) -> int:
+        """Ranks that share the parameters of one expert."""
+        return self.fsdp // self.ep
+
+    @property
     def short(self) -> str:
-        """E.g. `ddp2 fsdp8 sparse16x1`."""
-        text = f"ddp{self.ddp} fsdp{self.fsdp}" + (f" ep{self.ep}" if self.ep > 1 else "") + f" sparse{self.sparse_group}x{self.sparse_replicas}"
+        """E.g. `ddp2 fsdp8 sparse16x1`; `ep2` exchanges by all-gather, `ep2a` by all-to-all."""
+        experts = f" ep{self.ep}" + ("a" if self.expert_all_to_all else "") if self.ep > 1 else ""
+        text = f"ddp{self.ddp} fsdp{self.fsdp}{experts} sparse{self.sparse_group}x{self.sparse_replicas}"
         return text + ("" if self.reshard_after_forward else " keep") + (" fs2d" if self.fully_sharded_2d else "")
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 
-from costmodel.blocks import EXPERT_BLOCKS, INTERACTION_BLOCKS, Block, Heads, Mlp, NextEvent, SequenceInput, Summary, block_class, known
+from costmodel.blocks import EXPERT_BLOCKS, INTERACTION_BLOCKS, Block, Experts, Heads, Mlp, NextEvent, SequenceInput, Summary, block_class, known
 from costmodel.codec import suggest
 from costmodel.model import LayerGroup, Model
-from costmodel.plan import RegionOption, RegionPlan
+from costmodel.plan import Layout, RegionOption, RegionPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,25 @@ class Region:
         return self.count * self.block.num_parameters
 
 
-_cache: dict[int, tuple[Model, tuple[Region, ...]]] = {}
+_cache: dict[tuple[int, int, bool], tuple[Model, tuple[Region, ...]]] = {}
 
 
-def regions(model: Model) -> tuple[Region, ...]:
-    """The regions of `model` in forward order. Raises ValueError for a layer kind or field that no block class knows."""
-    key = id(model)  # the model is kept beside its regions, so that its id stays taken
+def regions(model: Model, layout: Layout | None = None) -> tuple[Region, ...]:
+    """The regions of `model` in forward order, experts as one rank of `layout` has them (default: whole). Raises ValueError for a layer kind or field
+    that no block class knows, and for an ep that does not divide the experts."""
+    ep, all_to_all = (layout.ep, layout.expert_all_to_all) if layout is not None else (1, False)
+    key = (id(model), ep, all_to_all)  # the model is kept beside its regions, so that its id stays taken
     if key not in _cache:
         if len(_cache) > 256:
             _cache.clear()
-        _cache[key] = (model, _build(model))
+        _cache[key] = (model, _build(model) if ep == 1 else _spread(model, ep, all_to_all))
     return _cache[key][1]
+
+
+def _spread(model: Model, ep: int, all_to_all: bool) -> tuple[Region, ...]:
+    if not model.expert_layers:
+        raise ValueError(f"model {model.name}: ep {ep} needs expert_layers, the model has none")
+    return tuple(dataclasses.replace(r, block=r.block.spread(ep, all_to_all)) if isinstance(r.block, Experts) else r for r in regions(model))
 
 
 def _build(model: Model) -> tuple[Region, ...]:

@@ -22,11 +22,11 @@ import numpy as np
 
 from costmodel.batch_blocks import BlockPrices
 from costmodel.batch_phases import Keys
-from costmodel.blocks import activation_dtype
+from costmodel.blocks import Block, activation_dtype
 from costmodel.comms import layout_groups, network
 from costmodel.contention import RATE_FLOOR
 from costmodel.lower import batch_shape, pricer
-from costmodel.memory import COMMUNICATOR_BYTES, INPUT_BATCHES, embedding_bytes, exchange_bytes, input_bytes, memory, reserving
+from costmodel.memory import COMMUNICATOR_BYTES, INPUT_BATCHES, communicators, embedding_bytes, exchange_bytes, input_bytes, memory, reserving
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
 from costmodel.regions import regions
@@ -34,8 +34,9 @@ from costmodel.sparse import group_work
 from costmodel.wire import wire_bytes
 from planner.bounds import least_serving, mean_loads
 from planner.pricing import Pricing
+from planner.space import RegionChoice
 
-_COMMUNICATING = ("fsdp", "ddp", "sparse_group", "sparse_replicas")
+_EXPERTS = ("ep", "expert_all_to_all")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class _Bounds:
     def seconds(self) -> np.ndarray:
         blocks, block_of = self.block_seconds()
         self.block_of = block_of
-        moves, move_of = self.per(("fsdp", "ddp", "reshard_after_forward", "transport"), self.move_seconds)
+        moves, move_of = self.per(("fsdp", "ddp", "ep", "reshard_after_forward", "transport"), self.move_seconds)
         sparse, sparse_of = self.per(("sparse_group", "local_batch", "accumulation"), self.sparse_compute)
         sent, sent_of = self.per(("sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "transport", "local_batch"), self.sparse_moves)
         distinct, pair_of = np.unique(block_of * len(moves) + move_of, return_inverse=True)
@@ -113,23 +114,34 @@ class _Bounds:
         return [k for k, r in enumerate(self.regions) for _ in range(r.count)]
 
     def block_seconds(self) -> tuple[np.ndarray, np.ndarray]:
-        """(`(keys, 2 units + 1)`: least forward and backward seconds of every block, and of the loss both ways, by local batch and batching; the key
-        of each candidate). Sets the curve of recomputation of each key."""
-        keys = Keys(self.columns["local_batch"], self.columns["batching"])
+        """(`(keys, 2 units + 1)`: least forward and backward seconds of every block, and of the loss both ways, by local batch, batching and places
+        of experts; the key of each candidate). Sets the curve of recomputation of each key."""
+        keys = Keys(*[self.columns[name] for name in ("local_batch", "batching", *_EXPERTS)])
         plans = [self.pricing.base(int(i)) for i in keys.first]
         batches, prices = [batch_shape(plan, self.pricing.slowest(plan)[0]) for plan in plans], pricer(plans[0], self.calibration)
         for batch in batches:
             prices.keep(batch)
-        found = [self.region_seconds(k, BlockPrices(prices, batches)) for k in range(len(self.regions))]
+        priced: dict[tuple[int, ...], BlockPrices] = {}
+        found = []
+        for k, choices in enumerate(self.choices[r.name] for r in self.regions):
+            blocks = [regions(plan.model, plan.layout)[k].block for plan in plans]
+            rows_of = {id(block): tuple(i for i, other in enumerate(blocks) if other is block) for block in blocks}
+            parts = []
+            for rows in rows_of.values():
+                if rows not in priced:
+                    priced[rows] = BlockPrices(prices, [batches[i] for i in rows])
+                parts.append(self.region_seconds(blocks[rows[0]], choices, priced[rows]))
+            back = np.argsort(np.concatenate([np.array(rows) for rows in rows_of.values()]))
+            found.append(tuple(np.concatenate(arrays, axis=1)[:, back] for arrays in zip(*parts)))
         times = np.stack([least for least, _ in found], axis=-1)[..., self.units]
         self.curves = [saving_curve([(r.count, points[:, k].tolist()) for r, (_, points) in zip(self.regions, found)]) for k in range(len(batches))]
         rows = [batch.samples * len(plans[0].model.heads) for batch in batches]
         loss = [sum(prices.ops([op("bce", m=m)], phase).seconds for phase in (FORWARD, BACKWARD)) for m in rows]
         return np.concatenate([*times, np.array(loss)[:, None]], axis=1), keys.of
 
-    def region_seconds(self, k: int, prices: BlockPrices) -> tuple[np.ndarray, np.ndarray]:
-        """(`(2, keys)` least forward and backward seconds, `(choices, keys, 2)` bytes kept and seconds over the least) of one block of region k."""
-        block, choices = self.regions[k].block, self.choices[self.regions[k].name]
+    @staticmethod
+    def region_seconds(block: Block, choices: tuple[RegionChoice, ...], prices: BlockPrices) -> tuple[np.ndarray, np.ndarray]:
+        """(`(2, keys)` least forward and backward seconds, `(choices, keys, 2)` bytes kept and seconds over the least) of one block."""
         seconds: dict[Hashable, np.ndarray] = {}
         again, saved = {}, {}
         for c in choices:
@@ -159,18 +171,21 @@ class _Bounds:
         wrapped, gpu = layout.world_size > 1, plan.cluster.device.kind == "gpu"
         cap = (1.0 - RATE_FLOOR) / max(1, len(plan.cluster.tiers)) * gpu
         table = []
-        for r in self.regions:
-            shard = 4.0 * r.block.sharded_elements(layout.fsdp)
-            gather = net.cost("all_gather", self.low[r.name] * layout.fsdp * shard / 4.0, groups["fsdp"])
-            scatter = net.cost("reduce_scatter", shard * layout.fsdp, groups["fsdp"])
-            summed = net.cost("all_reduce", shard, groups["ddp"])
+        found = regions(plan.model, layout)
+        for r in found:
+            gather, scatter, summed, taken_gather, taken_reduce = np.zeros(5)
+            for axis, ranks, elements in r.block.shards(layout.fsdp):
+                costs = (net.cost("all_gather", self.low[r.name] * ranks * elements, groups[axis]),
+                         net.cost("reduce_scatter", 4.0 * elements * ranks, groups[axis]), net.cost("all_reduce", 4.0 * elements, groups["ddp"]))
+                gather, scatter, summed = (total + cost.seconds for total, cost in zip((gather, scatter, summed), costs))
+                taken_gather += min(costs[0].share, cap) * costs[0].seconds
+                taken_reduce += sum(min(cost.share, cap) * cost.seconds for cost in costs[1:])
             unshard, pack = prices.unit("fsdp_gather", r.block).seconds, prices.unit("fsdp_reduce", r.block).seconds
-            taken = min(gather.share, cap) * gather.seconds, min(scatter.share, cap) * scatter.seconds + min(summed.share, cap) * summed.seconds
             table.append(
-                [v * wrapped for v in (gather.seconds, unshard, pack, scatter.seconds, summed.seconds, layout.reshard_after_forward, *taken)]
+                [v * wrapped for v in (gather, unshard, pack, scatter, summed, layout.reshard_after_forward, taken_gather, taken_reduce)]
             )
-        elements = sum(r.count * r.block.sharded_elements(layout.fsdp) for r in self.regions)
-        tensors = sum(r.count * r.block.num_tensors for r in self.regions)
+        elements = sum(r.count * r.block.sharded_elements(layout.fsdp) for r in found)
+        tensors = sum(r.count * r.block.num_tensors for r in found)
         optimizer = prices.ops([op("adamw", parameters=elements, tensors=tensors)], STEP).seconds
         links = [self.link(net.cost("all_gather", 1e6, groups["fsdp"]).tier), self.link(net.cost("all_reduce", 1e6, groups["ddp"]).tier)]
         return np.concatenate([np.array(table).T[:, self.units].ravel(), [float(not gpu), links[0] == links[1], layout.fsdp > 1, *links, optimizer]])
@@ -264,12 +279,13 @@ class _Bounds:
         `slope` and `context` of reserved over allocated, and the terms of the other phases."""
         columns, multiple = self.columns, self.columns["accumulation"] > 1
         parameters, fsdp_of = self.per(
-            ("fsdp",), lambda i, plan: [4.0 * sum(r.count * r.block.sharded_elements(plan.layout.fsdp) for r in self.regions)]
+            ("fsdp", "ep"),
+            lambda i, plan: [4.0 * sum(r.count * r.block.sharded_elements(plan.layout.fsdp) for r in regions(plan.model, plan.layout))],
         )
         exchange, group_of = self.per(("sparse_group", "local_batch"), self.exchange)
         links, link_of = self.per(
-            ("fsdp", "ddp", "sparse_group", "sparse_replicas"),
-            lambda i, plan: [sum(g.size > 1 for n, g in layout_groups(plan.layout).items() if n in _COMMUNICATING)],
+            ("fsdp", "ddp", "ep", "sparse_group", "sparse_replicas"),
+            lambda i, plan: [communicators(plan.layout)],
         )
         weights, swapped, embeddings, inputs = exchange[group_of].T
         replicas = columns["sparse_replicas"]
@@ -286,9 +302,13 @@ class _Bounds:
         self.gradients = parameters[fsdp_of, 0]
         self.resting = 3 * self.gradients + tables + INPUT_BATCHES * inputs + swapped + libraries + each_link * links[link_of, 0]
         self.in_flight = np.where(full, weights, 0.0)
-        low = sum(r.count * r.block.num_parameters * self.low[r.name] for r in self.regions)
+        low, low_of = self.per(("ep",), self.narrowest)
         keep = (columns["reshard_after_forward"] == 0) & (columns["fsdp"] > 1)
-        self.kept = embeddings + multiple * self.gradients + keep * low
+        self.kept = embeddings + multiple * self.gradients + keep * low[low_of, 0]
+
+    def narrowest(self, i: int, plan: Plan) -> list[float]:
+        """Bytes of a rank's unsharded parameters in the narrowest formats of their regions."""
+        return [sum(r.count * r.block.num_parameters * self.low[r.name] for r in regions(plan.model, plan.layout))]
 
     def exchange(self, i: int, plan: Plan) -> np.ndarray:
         """`(4,)` bytes at even load: tables with their state, exchange buffers, what tables keep for backward, one batch of input."""

@@ -67,7 +67,6 @@ def predict_only(plan: Plan) -> tuple[str, ...]:
     options = [o for r in plan.regions for o in r.options]
     reasons = set(
         predict_only_reasons(
-            layout=plan.layout,
             options={"batching": plan.batching, "transport": plan.transport, "execution": plan.execution},
             precisions=(o.precision for o in options),
             checkpoints=(o.checkpoint for o in options),
@@ -105,6 +104,12 @@ def _layout(scenario: ResolvedScenario, notes: list[str]) -> Layout:
     pins.setdefault("sparse_replicas", world // pins["sparse_group"])
     try:
         layout = Layout(**pins)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UsageError(f"scenario {scenario.name}: layout: {error}") from error
+    if cluster.devices_per_host % layout.ep:
+        raise UsageError(f"scenario {scenario.name}: layout.ep {layout.ep} does not divide the {cluster.devices_per_host} ranks of a host")
+    try:
+        regions(scenario.model, layout)
     except ValueError as error:
         raise UsageError(f"scenario {scenario.name}: layout: {error}") from error
     if layout.world_size != world:

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from costmodel.blocks import BatchShape, activation_dtype
+from costmodel.blocks.base import QUANTIZED
 from costmodel.calibration import Calibration
 from costmodel.comms import layout_groups, network
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, batch_shape, lower, pricer
 from costmodel.memory import BlockMemory, Memory, keeps_unsharded, memory, option_memory, reserving
 from costmodel.model import DTYPE_BYTES, TableGroup
-from costmodel.plan import Plan, RegionOption, RegionPlan, TablePlacement
+from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.precision import emulated
 from costmodel.regions import Region, regions
 from costmodel.simulate import simulate
@@ -144,7 +145,6 @@ class Pricing:
         plan = dataclasses.replace(plan, tables=self.place(plan, choice, np.inf if any_size else self.table_cap(plan)))
         used = [c for by in choice.regions.values() for c, n in by.items() if n]
         reasons = predict_only_reasons(
-            layout=plan.layout,
             options=self.candidates.options(i),
             precisions=[c.precision for c in used],
             checkpoints=[c.checkpoint for c in used],
@@ -171,7 +171,7 @@ class Pricing:
         factors, slow = self.slowest(plan)
         batch = batch_shape(plan, factors)
         durations = self.durations(plan)
-        memories = {r.name: self.memories(r, batch, plan.layout.fsdp) for r in regions(scenario.model)}
+        memories = {r.name: self.memories(r, batch, plan.layout.fsdp) for r in regions(scenario.model, plan.layout)}
         rows, kept = [], {}
         key = self.duration_key(plan)
         for r in regions(scenario.model):
@@ -214,7 +214,8 @@ class Pricing:
     def duration_key(plan: Plan) -> tuple:
         """What the durations and the memory of blocks depend on."""
         layout = plan.layout
-        return (layout.ddp, layout.fsdp, layout.reshard_after_forward, plan.local_batch, plan.batching, plan.transport, plan.execution)
+        dense = (layout.ddp, layout.fsdp, layout.ep, layout.expert_all_to_all, layout.reshard_after_forward)
+        return (*dense, plan.local_batch, plan.batching, plan.transport, plan.execution)
 
     def memories(self, region: Region, batch: BatchShape, fsdp: int) -> dict[RegionChoice, BlockMemory]:
         """Memory of one block by choice; number formats with one dtype of activations take the same."""
@@ -227,16 +228,17 @@ class Pricing:
 
     def durations(self, plan: Plan) -> dict[str, dict[RegionChoice, dict[Key, float]]]:
         """Durations of one block by region and choice: what depends on the activations' dtype only (gathers, reductions, copies) read off one lowered
-        graph per dtype, the block's own passes from the pricer that the lowering asks too."""
+        graph per dtype (with spread experts also per whether samples are sent again), the block's own passes from the pricer that the lowering asks
+        too."""
         key = self.duration_key(plan)
         if key not in self._durations:
             found: dict[str, dict[RegionChoice, dict[Key, float]]] = {name: {} for name in self.blocks}
             small = dataclasses.replace(plan, model=self.single, accumulation=1)
             factors, _ = self.slowest(plan)
             loads = mean_loads(small, {name: s.tokens for name, s in batch_shape(small, factors).sequences.items()})
-            known = {r.name: r for r in regions(self.single)}
-            for dtype in dict.fromkeys(activation_dtype(c.precision) for choices in self.space.regions.values() for c in choices):
-                alike = {name: [c for c in choices if activation_dtype(c.precision) == dtype] for name, choices in self.space.regions.items()}
+            known = {r.name: r for r in regions(self.single, plan.layout)}
+            for kind in dict.fromkeys(_moves_as(c, plan.layout) for choices in self.space.regions.values() for c in choices):
+                alike = {name: [c for c in choices if _moves_as(c, plan.layout) == kind] for name, choices in self.space.regions.items()}
                 picked = {name: (alike[name] or choices)[0] for name, choices in self.space.regions.items()}
                 lowered = self.lower(dataclasses.replace(small, regions=uniform(self.single, picked)), loads=loads)
                 prices = pricer(small, self.calibration)
@@ -441,3 +443,8 @@ def scaled(chain: Cut, factor: float) -> Cut:
         slope=chain.slope * factor,
         coefficients={r: {c: s * factor for c, s in by.items()} for r, by in chain.coefficients.items()},
     )
+
+
+def _moves_as(choice: RegionChoice, layout: Layout) -> tuple[str, bool]:
+    """Choices whose collectives and copies are alike."""
+    return activation_dtype(choice.precision), layout.ep > 1 and choice.checkpoint not in ("none", *QUANTIZED)

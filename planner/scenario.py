@@ -65,6 +65,7 @@ class LayoutPins(_Part):
     ddp: Count | None = pydantic.Field(default=None, ge=1)
     fsdp: Count | None = pydantic.Field(default=None, ge=1)
     ep: Count | None = pydantic.Field(default=None, ge=1)
+    expert_all_to_all: pydantic.StrictBool | None = None
     sparse_group: Count | None = pydantic.Field(default=None, ge=1)
     sparse_replicas: Count | None = pydantic.Field(default=None, ge=1)
     fully_sharded_2d: pydantic.StrictBool | None = None

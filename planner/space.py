@@ -5,7 +5,7 @@ Legal layouts (docs/search.md has the reasons):
     world = ddp x fsdp = sparse_group x sparse_replicas
     fsdp, sparse_group   fill hosts or divide one: a group that straddles hosts unevenly would wait for its worst link on every
     collective fsdp                 stays inside a zone: parameters are gathered every layer, the spine is too thin for that
-    ep                   1: every rank has every expert
+    ep                   divides a host's ranks, fsdp and the experts of every layer: samples travel inside the host; all-gather or all-to-all
     global batch         = local_batch x accumulation x world, exactly
 
 An option that the runtime cannot execute is predict-only and has its reason in `PREDICT_ONLY`; it enters only when the scenario
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -53,7 +54,6 @@ PREDICT_ONLY = {
     "ncclx": "NCCLX is not part of PyTorch's releases",
     "copy_engine": "copy-engine collectives are not wired into the runtime",
     "compile": "the runtime does not compile its blocks yet",
-    "ep": "the runtime keeps every expert on every rank",
     "cuda_graph": "the runtime does not capture graphs yet",
 }
 UNPRICED = {
@@ -129,6 +129,7 @@ class Candidates:
             ddp=int(c["ddp"][i]),
             fsdp=int(c["fsdp"][i]),
             ep=int(c["ep"][i]),
+            expert_all_to_all=bool(c["expert_all_to_all"][i]),
             sparse_group=int(c["sparse_group"][i]),
             sparse_replicas=int(c["sparse_replicas"][i]),
             fully_sharded_2d=bool(c["fully_sharded_2d"][i]),
@@ -182,6 +183,7 @@ def build_space(scenario: ResolvedScenario) -> Space:
         "ddp",
         "fsdp",
         "ep",
+        "expert_all_to_all",
         "sparse_group",
         "sparse_replicas",
         "fully_sharded_2d",
@@ -228,14 +230,17 @@ def _fits_hosts(size: int, per_host: int) -> bool:
     return size % per_host == 0 or per_host % size == 0
 
 
-def _dense(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int, int]]:
-    """(ddp, fsdp, ep). Experts are not spread over ranks yet, so ep stays 1."""
+def _dense(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int, int, int]]:
+    """(ddp, fsdp, ep, expert_all_to_all)."""
     cluster, pins = scenario.cluster, scenario.pins.layout
     zone = cluster.scope_size("zone")
+    experts = [group.num_experts for group in scenario.model.expert_layers]
+    widest = math.gcd(cluster.devices_per_host, *experts) if experts else 1
     found = []
-    if pins.get("ep", 1) != 1:
+    if widest % pins.get("ep", 1):
+        limit = f"hosts of {cluster.devices_per_host} and the {min(experts)} experts of a layer" if experts else "the model, which has no experts"
         raise UsageError(
-            f"scenario {scenario.name}: layout.ep {pins['ep']}: {PREDICT_ONLY['ep']}; legal: 1"
+            f"scenario {scenario.name}: layout.ep {pins['ep']} does not fit {limit}; legal: {', '.join(map(str, divisors(widest)))}"
         )
     for fsdp in divisors(cluster.num_ranks):
         name = f"fsdp {fsdp}"
@@ -247,9 +252,15 @@ def _dense(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, i
         elif pins.get("fsdp", fsdp) != fsdp or pins.get("ddp", cluster.num_ranks // fsdp) != cluster.num_ranks // fsdp:
             log.append(Excluded(what=name, why="another layout is pinned", kind="pinned"))
         else:
-            found.append((cluster.num_ranks // fsdp, fsdp, 1))
+            found += [(cluster.num_ranks // fsdp, fsdp, *way) for way in _expert_ways(math.gcd(widest, fsdp), pins)]
     legal = [f"{fsdp} x {cluster.num_ranks // fsdp}" for fsdp in divisors(zone) if _fits_hosts(fsdp, cluster.devices_per_host)]
-    return _or_raise(found, scenario, "fsdp and ddp", [e for e in log if e.what.startswith("fsdp")], legal)
+    return _or_raise(found, scenario, "fsdp, ddp and ep", [e for e in log if e.what.startswith("fsdp")], legal)
+
+
+def _expert_ways(widest: int, pins: Mapping[str, object]) -> list[tuple[int, int]]:
+    """(ep, expert_all_to_all) up to `widest` ranks; one rank alone exchanges nothing."""
+    ways = [(ep, way) for ep in divisors(widest) for way in ((0, 1) if ep > 1 else (0,))]
+    return [(ep, way) for ep, way in ways if pins.get("ep", ep) == ep and pins.get("expert_all_to_all", way) == way]
 
 
 def _zones(cluster: Cluster) -> str:
@@ -512,7 +523,7 @@ def table_choices(
 
 
 def predict_only_reasons(
-    *, layout: Layout, options: dict[str, object], precisions: Iterable[str], checkpoints: Iterable[str], shardings: Iterable[str]
+    *, options: dict[str, object], precisions: Iterable[str], checkpoints: Iterable[str], shardings: Iterable[str]
 ) -> tuple[str, ...]:
     """Why no code here can execute a plan with these options; empty when it can."""
     used = {
@@ -523,4 +534,4 @@ def predict_only_reasons(
     }
     return tuple(
         f"{what} {name}: {PREDICT_ONLY[name]}" for what, names in used.items() for name in sorted(map(str, names)) if name not in EXECUTABLE[what]
-    ) + ((f"ep {layout.ep}: {PREDICT_ONLY['ep']}",) if layout.ep > 1 else ())
+    )

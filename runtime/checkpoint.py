@@ -127,12 +127,15 @@ def load(path: Path, *, model, optimizer, embeddings: ShardedEmbeddings, fingerp
     stored = set(FileSystemReader(path).read_metadata().state_dict_metadata)
     rank = _rank()
     dense = _dense_state(model, optimizer)
+    own = [group["params"] for group in dense["optim"]["param_groups"]]
     random_state = {f"rng/{rank}": torch.get_rng_state()} if f"rng/{rank}" in stored else {}
     with embeddings.whole(write=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pieces = _pieces(embeddings, stored)
         state = {**dense, **{key: piece for key, (piece, _) in pieces.items()}, **random_state}
         dcp.load(state, storage_reader=FileSystemReader(path))
+        for group, names in zip(state["optim"]["param_groups"], own, strict=True):
+            group["params"] = names  # stored are those of rank 0, whose experts may be others
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         _restore_tables(embeddings, {key: (state[key], extent) for key, (_, extent) in pieces.items()}, progress.step)
     if random_state:

@@ -31,7 +31,7 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("PLANNER_CO
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Meshes:
-    """This rank's place and groups. `dense` is None without a process group."""
+    """This rank's place and groups. `dense` (ddp, fsdp) is None without a process group, `experts` (ddp, efsdp, ep) where experts are not spread."""
 
     layout: Layout
     rank: int
@@ -39,6 +39,7 @@ class Meshes:
     dense: DeviceMesh | None
     sparse_group: dist.ProcessGroup | None
     sparse_replicas: dist.ProcessGroup | None
+    experts: DeviceMesh | None = None
 
     @property
     def world_size(self) -> int:
@@ -64,7 +65,8 @@ def build_meshes(layout: Layout, device: torch.device) -> Meshes:
         raise ValueError(f"layout {layout.short} needs {layout.world_size} ranks, this job has {have}")
     dense = _mesh(device, ("ddp", layout.ddp), ("fsdp", layout.fsdp))
     sparse = _mesh(device, ("replica", layout.sparse_replicas), ("group", layout.sparse_group))
-    return Meshes(layout=layout, rank=dist.get_rank(), device=device, dense=dense,
+    experts = _mesh(device, ("ddp", layout.ddp), ("efsdp", layout.efsdp), ("ep", layout.ep)) if layout.ep > 1 else None
+    return Meshes(layout=layout, rank=dist.get_rank(), device=device, dense=dense, experts=experts,
                   sparse_group=sparse.get_group("group") if layout.sparse_group > 1 else None,
                   sparse_replicas=sparse.get_group("replica") if layout.sparse_replicas > 1 else None)
 

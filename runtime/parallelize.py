@@ -1,8 +1,9 @@
 """One function applies a plan to a model, in this order:
 
-    embeddings -> precision (one rank) -> checkpointing -> compile -> fully_shard (and precision, on more ranks)
+    embeddings -> experts -> precision (one rank) -> checkpointing -> compile -> fully_shard (and precision, on more ranks)
 
-The FSDP unit is a block: every block of every region is one unit, the root module holds no parameters of its own. Collectives of the
+The FSDP unit is a block: every block of every region is one unit, the root module holds no parameters of its own. With ep > 1 the experts of a block
+are a unit of their own, sharded over efsdp = fsdp / ep ranks (`runtime.experts`). Collectives of the
 dense part, per micro-batch, units in forward order:
 
     forward    unit u: all-gather of its parameters (param dtype), then its compute; with `reshard_after_forward` they are freed after it
@@ -40,9 +41,11 @@ from costmodel.plan import Plan, RegionOption
 from costmodel.precision import LOW_PRECISIONS
 from runtime.checkpointing import apply_checkpointing
 from runtime.embedding import ShardedEmbeddings
+from runtime.experts import spread_experts
 from runtime.mesh import Meshes, all_gather_single, reduce_scatter_single, wait
 from runtime.mixed_precision import compute_in
 from runtime.model import GEM
+from runtime.model.experts import ExpertPool
 from runtime.phases import PhaseTimer
 from runtime.precision.linear import use_low_precision
 from runtime.precision.saved import QUANTIZED_POLICIES, quantize_saved
@@ -71,6 +74,9 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
     if plan.batching == "padded":
         for encoder in model.sequences:
             encoder.pad()
+    if plan.layout.ep > 1:
+        for pool in expert_pools(model):
+            spread_experts(pool, meshes=meshes, timer=timer)
     blocks = block_options(model, plan)
     if plan.execution not in ("eager", "compile"):
         raise ValueError(f"execution {plan.execution!r} is not executable; the runtime has eager, compile")
@@ -108,6 +114,11 @@ def _transform(block: nn.Module, option: RegionOption, *, compiled: bool, cast: 
         compute_in(block, PARAM_DTYPES[option.precision])
 
 
+def expert_pools(module: nn.Module) -> list[ExpertPool]:
+    """Every pool of experts inside `module`."""
+    return [m for m in module.modules() if isinstance(m, ExpertPool)]
+
+
 def needs_fsdp(plan: Plan) -> bool:
     """One rank has nothing to gather or to reduce."""
     return plan.layout.world_size > 1
@@ -138,6 +149,8 @@ def _fully_shard(model: GEM, blocks: list[tuple[nn.Module, RegionOption]], *, pl
     mesh, reshard = meshes.dense["fsdp"], plan.layout.reshard_after_forward
     for block, option in blocks:
         policy = MixedPrecisionPolicy(param_dtype=PARAM_DTYPES[option.precision], reduce_dtype=torch.float32)
+        for pool in expert_pools(block) if meshes.experts is not None else ():
+            fully_shard(pool, mesh=meshes.experts["efsdp"], reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     for module in model.modules():

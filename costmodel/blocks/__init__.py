@@ -11,10 +11,11 @@ from costmodel.blocks.experts import Experts
 from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
 from costmodel.blocks.interaction import InteractionBlock, InterFormer, Wukong
 from costmodel.blocks.llama import Llama, NextEvent
+from costmodel.blocks.masknet import MaskNet
 from costmodel.codec import suggest
 from costmodel.model import LayerGroup
 
-BLOCKS: dict[str, type[SequenceBlock]] = {cls.kind: cls for cls in (SelfAttention, Gdpa, BlockAttention, Hstu, Llama)}
+BLOCKS: dict[str, type[SequenceBlock]] = {cls.kind: cls for cls in (SelfAttention, Gdpa, BlockAttention, Hstu, Llama, MaskNet)}
 INTERACTION_BLOCKS: dict[str, type[InteractionBlock]] = {cls.kind: cls for cls in (Wukong, InterFormer, DcnCross)}
 EXPERT_BLOCKS: dict[str, type[Experts]] = {cls.kind: cls for cls in (Experts,)}
 
@@ -31,5 +32,5 @@ def block_class(group: LayerGroup) -> type[SequenceBlock]:
     return known(BLOCKS, group, "layer")
 
 
-__all__ = ["BLOCKS", "EXPERT_BLOCKS", "INTERACTION_BLOCKS", "BatchShape", "Block", "Heads", "JaggedShape", "Mlp", "NextEvent", "Saved",
+__all__ = ["BLOCKS", "EXPERT_BLOCKS", "INTERACTION_BLOCKS", "BatchShape", "Block", "Experts", "Heads", "JaggedShape", "Mlp", "NextEvent", "Saved",
            "SequenceBlock", "SequenceInput", "Summary", "activation_dtype", "block_class", "known"]

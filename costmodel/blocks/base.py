@@ -176,8 +176,16 @@ class Block(abc.ABC):
     def sharded_elements(self, ranks: int) -> int:
         """Elements on the fullest of `ranks` ranks when every parameter `(d0, ...)` is split on d0, padded: ceil(d0 / ranks) rows each."""
         if ranks not in self._sharded:
-            self._sharded[ranks] = sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for _, shape in self.parameters)
+            self._sharded[ranks] = split_elements(self.parameters, ranks)
         return self._sharded[ranks]
+
+    def shards(self, fsdp: int) -> tuple[tuple[str, int, int], ...]:
+        """(axis, ranks, elements on the fullest rank) of every group that parameters are split over."""
+        return (("fsdp", fsdp, self.sharded_elements(fsdp)),)
+
+    def exchanges(self, batch: BatchShape, precision: str, phase: str, policy: str) -> tuple[tuple[str, float], ...]:
+        """(collective, bytes) over the ranks of an expert group that a phase waits for; none unless its experts are spread."""
+        return ()
 
     @functools.cached_property
     def _sharded(self) -> dict[int, int]:
@@ -278,6 +286,11 @@ class SequenceBlock(LayerBlock):
 
     def causal_excess(self, batch: BatchShape) -> float:
         return 2.0 * self.shape(batch).tokens * self.width if self.group.causal else 0.0
+
+
+def split_elements(parameters: tuple[tuple[str, tuple[int, ...]], ...], ranks: int) -> int:
+    """Elements on the fullest of `ranks` ranks: ceil(d0 / ranks) rows of each `(d0, ...)`."""
+    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for _, shape in parameters)
 
 
 def parameter(name: str, *shape: int) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -1,6 +1,8 @@
 """Blocks over feature tokens `(B, n, d)`: Wukong and the InterFormer cross block (docs/model.md, section 1)."""
 from __future__ import annotations
 
+import abc
+
 from costmodel.blocks.attention import GDPA_ACTIVATIONS  # fmt: skip
 from costmodel.blocks.base import (
     CHEAP,
@@ -30,8 +32,9 @@ class InteractionBlock(LayerBlock):
         self.group, self.num_tokens, self.feature_dim, self.dim, self.first = group, num_tokens, feature_dim, dim, first
 
     @property
+    @abc.abstractmethod
     def num_outputs(self) -> int:
-        raise NotImplementedError
+        """Tokens that leave the block."""
 
     def concat(self, rows: float) -> tuple[Op, ...]:
         return (elementwise("cat", rows, self.num_tokens * self.feature_dim),) if self.first else ()

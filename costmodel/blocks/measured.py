@@ -18,6 +18,7 @@ from costmodel.blocks.experts import Experts
 from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
 from costmodel.blocks.interaction import InteractionBlock
 from costmodel.blocks.llama import Llama, NextEvent
+from costmodel.blocks.masknet import MaskNet
 from costmodel.model import Head, LayerGroup
 from costmodel.ops import Op
 
@@ -82,7 +83,7 @@ def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
     """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the
     block: heads of different hidden widths, interaction and expert layers (they are priced as the sum of their ops)."""
     values: dict[str, float] = {"samples": float(batch.samples)}
-    if isinstance(block, Llama | NextEvent):
+    if isinstance(block, Llama | MaskNet | NextEvent):
         return None
     if isinstance(block, Mlp):
         return {**values, "concat": float(block.concat), **{f"width{i}": float(w) for i, w in enumerate(block.widths)}}

@@ -21,19 +21,30 @@ class Expert(nn.Module):
         return self.down(F.gelu(self.up(x_BW)))
 
 
+class ExpertPool(nn.Module):
+    """`sum_e gates_e Expert_e(x)`: `(B, W), (B, E) -> (B, W)`. Children are called by their number, so that a part of them keeps its names."""
+
+    def __init__(self, dim: int, inner: int, num_experts: int) -> None:
+        super().__init__()
+        for e in range(num_experts):
+            self.add_module(str(e), Expert(dim, inner))
+
+    def forward(self, x_BW: Tensor, gates_BE: Tensor) -> Tensor:
+        first, *others = (gate * expert(x_BW) for gate, expert in zip(gates_BE.unsqueeze(2).unbind(1), self.children(), strict=True))
+        return sum(others, first)
+
+
 class Experts(nn.Module):
-    """`x + sum_e softmax(Linear(LN(x)))_e Expert_e(LN(x))`, dense: nothing is routed, no expert is left without samples."""
+    """`x + sum_e softmax(Linear(LN(x)))_e Expert_e(LN(x))`, dense as its source has it (engineering.fb.com 2026-08-03: an expert computes the full
+    batch): nothing is routed, no expert is left without samples."""
 
     keeps_16_bits = ("gate",)
 
     def __init__(self, dim: int, layer: LayerGroup) -> None:
         super().__init__()
         self.norm, self.gate = nn.LayerNorm(dim), nn.Linear(dim, layer.num_experts)
-        self.experts = nn.ModuleList(Expert(dim, layer.mlp_dim) for _ in range(layer.num_experts))
+        self.experts = ExpertPool(dim, layer.mlp_dim, layer.num_experts)
 
     def forward(self, x_BW: Tensor) -> Tensor:
         normed = self.norm(x_BW)
-        gates = self.gate(normed).softmax(1).unsqueeze(2).unbind(1)
-        for gate, expert in zip(gates, self.experts):
-            x_BW = x_BW + gate * expert(normed)
-        return x_BW
+        return x_BW + self.experts(normed, self.gate(normed).softmax(1))

@@ -29,8 +29,9 @@ CORE = Device(name="core", kind="cpu", peak_flops={"fp32": 1e11, "bf16": 1e11}, 
 
 
 def template(device: Device = H200, *, dim: int = 256, precision: str = "bf16", checkpoint: str = "selective", hosts: int = 8, per_host: int = 4,
-             speed: float = 1.0) -> Plan:
-    model = Model(name="m", dim=dim, num_dense_features=16, bottom_hidden=(64,), interaction_hidden=(512, 128), heads=(Head(name="like"),), tables=(
+             speed: float = 1.0, experts: int = 0) -> Plan:
+    model = Model(name="m", dim=dim, num_dense_features=16, bottom_hidden=(64,), interaction_hidden=(512, 128), heads=(Head(name="like"),),
+                  expert_layers=(LayerGroup(kind="moe", count=2, num_experts=experts, mlp_dim=256),) if experts else (), tables=(
         TableGroup(name="event", rows=50_000, dim=64, count=2, pooling="sequence", sequence="history"),
         TableGroup(name="user", rows=200_000, dim=128, count=5, ids_per_sample=8),
         TableGroup(name="tiny", rows=40, dim=32)),
@@ -58,8 +59,11 @@ def candidates(plan: Plan, count: int, seed: int = 0) -> dict[str, np.ndarray]:
     zone = [d for d in divisors if d <= plan.cluster.scope_size("zone")]
     fsdp, group = rng.choice(zone, count), rng.choice(divisors, count)
     replicas = world // group
+    most = plan.cluster.devices_per_host if plan.model.expert_layers else 1
+    ep = np.array([rng.choice([d for d in divisors if n % d == 0 and d <= most]) for n in fsdp])
     return {
-        "ddp": world // fsdp, "fsdp": fsdp, "ep": np.ones(count, dtype=np.int64), "sparse_group": group, "sparse_replicas": replicas,
+        "ddp": world // fsdp, "fsdp": fsdp, "ep": ep, "expert_all_to_all": (rng.random(count) < 0.5) & (ep > 1),
+        "sparse_group": group, "sparse_replicas": replicas,
         "fully_sharded_2d": ((replicas > 1) & (rng.random(count) < 0.4)).astype(np.int64), "sync_every": rng.choice([1, 4], count),
         "reshard_after_forward": rng.integers(0, 2, count), "local_batch": rng.choice([1, 4, 8, 32, 128], count),
         "accumulation": rng.choice([1, 1, 2, 3, 7], count), "batching": rng.integers(0, len(BATCHINGS), count),
@@ -85,8 +89,10 @@ def bounds_of(plan: Plan) -> BatchBound:
     template(hosts=4, per_host=1, speed=0.3), template(CORE, hosts=1, per_host=2, precision="fp32", dim=64),
     template(CORE, hosts=1, per_host=1, dim=64), template(precision="fp8_row", checkpoint="quantized"),
     dataclasses.replace(template(), wire="int4"), dataclasses.replace(template(CORE, hosts=1, per_host=2, dim=64), wire="fp8", wire_gradients="int8"),
+    template(experts=4), template(hosts=1, per_host=8, experts=8, checkpoint="full"), template(speed=0.05, experts=4),
+    template(CORE, hosts=1, per_host=2, precision="fp32", dim=64, experts=2),
 ], ids=["base", "fast links", "slow links", "large", "launch-bound", "one host", "one gpu", "one gpu fp32", "one a host", "cpu", "one core", "8 bits",
-        "4-bit wire", "8-bit wire on cpu"])
+        "4-bit wire", "8-bit wire on cpu", "experts", "experts on one host", "experts on slow links", "experts on cpu"])
 @pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
 def test_equals_the_scalar_bound_and_is_below_the_simulation(plan, count):
     columns = candidates(plan, count, seed=len(plan.model.name) + plan.cluster.num_hosts)

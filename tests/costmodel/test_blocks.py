@@ -15,6 +15,7 @@ GROUPS = {
     "block_attention": LayerGroup(kind="block_attention", heads=2, head_dim=16, mlp_dim=64, block=64),
     "hstu": LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=50.0),
     "llama": LayerGroup(kind="llama", heads=2, head_dim=16, mlp_dim=64, options={"kv_heads": 2}),
+    "mask_net": LayerGroup(kind="mask_net", mlp_dim=64),
 }
 
 
@@ -131,7 +132,7 @@ def test_a_layer_with_missing_or_meaningless_fields_is_refused(group, message):
 def test_a_measured_block_is_read_back_to_the_same_ops():
     shape = batch([30, 12, 7])
     sequence_blocks = {kind: block_class(g)(g, 32, "history") for kind, g in GROUPS.items()}
-    assert block_features(sequence_blocks.pop("llama"), shape) is None  # priced as the sum of its ops
+    assert all(block_features(sequence_blocks.pop(kind), shape) is None for kind in ("llama", "mask_net"))  # priced as the sum of their ops
     blocks = [*sequence_blocks.values()]
     blocks += [SequenceInput("history", 40, 2, 32), Summary("history", 32), Mlp("x", 10, (16, 8), concat=True),
                Heads(8, (Head(name="a", hidden=(4,)),) * 2)]

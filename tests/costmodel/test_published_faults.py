@@ -82,6 +82,7 @@ LAYERS = {
     "block_attention": LayerGroup(kind="block_attention", heads=2, head_dim=16, block=32),
     "hstu": LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=2.0),
     "llama": LayerGroup(kind="llama", heads=2, head_dim=16, mlp_dim=64, options={"kv_heads": 1}),
+    "mask_net": LayerGroup(kind="mask_net", mlp_dim=64),
 }
 
 

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from costmodel.model import LayerGroup
 from planner.errors import UsageError
 from planner.scenario import Exclusions, load_scenario
 from planner.space import (
@@ -80,8 +81,20 @@ def test_pins_narrow_and_contradictions_are_named_together(big):
         build_space(_with(big, pins={"batching": "global", "exclude": Exclusions(batching=("global",))}))
     with pytest.raises(UsageError, match="leave no candidate"):
         build_space(_with(big, pins={"layout": {"fsdp": 8}, "exclude": Exclusions(layouts=({"fsdp": 8},))}))
-    with pytest.raises(UsageError, match="every expert on every rank"):
+    with pytest.raises(UsageError, match=r"layout.ep 2 does not fit the model, which has no experts; legal: 1"):
         build_space(_with(big, pins={"layout": {"ep": 2}}))
+
+
+def test_experts_spread_inside_a_host_and_over_whole_experts(big):
+    model = dataclasses.replace(big.model, expert_layers=(LayerGroup(kind="moe", num_experts=12, mlp_dim=64),))
+    found = build_space(_with(big, model=model, pins={"layout": {}})).candidates
+    ways = set(zip(found["fsdp"].tolist(), found["ep"].tolist(), found["expert_all_to_all"].tolist()))
+    assert {(ep, way) for fsdp, ep, way in ways if fsdp == 128} == {(1, 0), (2, 0), (2, 1), (4, 0), (4, 1)}
+    assert {ep for fsdp, ep, _ in ways if fsdp == 2} == {1, 2}
+    pinned = build_space(_with(big, model=model, pins={"layout": {"ep": 4, "expert_all_to_all": True}})).candidates
+    assert set(pinned["ep"]) == {4} and set(pinned["expert_all_to_all"]) == {1} and pinned["fsdp"].min() == 4
+    with pytest.raises(UsageError, match=r"layout.ep 8 does not fit hosts of 8 and the 12 experts of a layer; legal: 1, 2, 4"):
+        build_space(_with(big, model=model, pins={"layout": {"ep": 8}}))
 
 
 def test_batches_that_do_not_divide_are_refused_with_the_legal_values(big):
@@ -131,7 +144,6 @@ def test_predict_only_reasons_name_each_option(big):
     candidates = build_space(_with(big, pins={"layout": {"sync_every": 4}})).candidates
     assert set(candidates["sync_every"]) == {4} and candidates["sparse_replicas"].min() > 1
     options = {**candidates.options(0), "transport": "ncclx"}
-    reasons = predict_only_reasons(layout=candidates.layout(0), options=options, precisions=["bf16", "fp8_row"], checkpoints=["none", "quantized"],
-                                   shardings=["table_wise"])
+    reasons = predict_only_reasons(options=options, precisions=["bf16", "fp8_row"], checkpoints=["none", "quantized"], shardings=["table_wise"])
     assert [r.split(":")[0] for r in reasons] == ["transport ncclx"]
     assert set(EXECUTABLE["checkpoint"]) == set(CHECKPOINTS)

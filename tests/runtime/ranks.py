@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import runtime_models as models
 import torch
-from interaction_models import full_model
+from interaction_models import MOE, full_model
 
 from costmodel.plan import Layout, Plan
 from runtime import checkpoint, mesh
@@ -227,6 +227,39 @@ def check_all_layers(world: int, out: Path) -> dict:
     return {policy: {"losses": train(models.plan(layout, model_spec=full_model(), checkpoint=policy), 8).losses} for policy in ("none", "selective")}
 
 
+def expert_plan(layout: Layout, **changes) -> Plan:
+    """A model with two layers of four experts."""
+    return models.plan(layout, model_spec=models.model(expert_layers=(dataclasses.replace(MOE, num_experts=4, count=2),)), **changes)
+
+
+def expert_layouts(world: int) -> dict[str, Layout]:
+    """Layouts whose experts are spread."""
+    full = Layout(fsdp=world, sparse_group=world, ep=2)
+    found = {"all_gather": full, "all_to_all": dataclasses.replace(full, expert_all_to_all=True)}
+    if world == 4:
+        found |= {"ddp": dataclasses.replace(full, ddp=2, fsdp=2), "one_each": dataclasses.replace(full, ep=4),
+                  "one_each_keep": dataclasses.replace(full, ep=4, expert_all_to_all=True, reshard_after_forward=False)}
+    return found
+
+
+def check_experts(world: int, out: Path) -> dict:
+    """Spread experts: curves, parameters and evaluation; the second half of a training whose first half had other places of experts."""
+    found, trainers = {}, {}
+    for (name, layout), policy in zip(expert_layouts(world).items(), ("none", "full", "selective", "none", "full")):
+        trainers[name] = trainer = train(expert_plan(layout, checkpoint=policy))
+        found[name] = {"losses": trainer.losses, "ne": trainer.evaluate(), "parameters": trainer.measured()[0].memory_bytes.parameters}
+    whole, spread = Layout(fsdp=world, sparse_group=world), expert_layouts(world)["all_gather"]
+    other = expert_layouts(world)["one_each" if world == 4 else "all_to_all"]
+    for name, (before, after) in {"spread": (whole, other), "together": (spread, whole), "same": (spread, spread)}.items():
+        train(expert_plan(before), 3).save(out / f"experts-{name}")
+        resumed = expert_plan(after)
+        second = Trainer(resumed, open_source(resumed.model, resumed.workload, seed=resumed.seed), device=CPU)
+        second.resume(checkpoint.latest(out / f"experts-{name}"))
+        second.train(6)
+        found[name] = {"losses": second.losses}
+    return found
+
+
 def check_resume(world: int, out: Path) -> dict:
     """6 steps in one go; the same in two halves with a checkpoint between them, on this plan and on another."""
     plan = models.plan(Layout(fsdp=world, sparse_group=world))
@@ -254,7 +287,8 @@ def main() -> None:
     torch.set_num_threads(1)
     mesh.start(CPU)
     found = {}
-    for check in (check_curves, check_bf16, check_tables, check_replicas, check_fully_sharded, check_wires, check_all_layers, check_resume):
+    for check in (check_curves, check_bf16, check_tables, check_replicas, check_fully_sharded, check_wires, check_all_layers, check_experts,
+                  check_resume):
         try:
             found[check.__name__] = check(world, out)
         except Exception:

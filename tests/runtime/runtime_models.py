@@ -36,6 +36,7 @@ LAYERS: dict[str, tuple[LayerGroup, ...]] = {
         LayerGroup(kind="llama", heads=4, head_dim=8, mlp_dim=48, options={"kv_heads": 2}),
         LayerGroup(kind="llama", heads=2, head_dim=16, mlp_dim=32, window=3, options={"kv_heads": 2}),
     ),
+    "mask_net": (LayerGroup(kind="mask_net", mlp_dim=48),),
 }
 
 TABLES = (

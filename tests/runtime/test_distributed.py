@@ -10,7 +10,7 @@ import torch
 from interaction_models import full_model
 
 from costmodel.plan import Layout
-from costmodel.regions import num_dense_parameters
+from costmodel.regions import num_dense_parameters, regions
 from runtime.data import open_source
 from runtime.trainer import Trainer
 
@@ -130,6 +130,35 @@ def test_every_kind_of_layer_trains_as_on_one_rank(checks_on_2):
     for rank in checks_on_2:
         for policy, found in rank["check_all_layers"].items():
             assert found["losses"] == pytest.approx(trainer.losses, rel=1e-5), policy
+
+
+def _same_as_whole_experts(found: list[dict], single: Trainer, world: int) -> None:
+    expected = single.evaluate()
+    for rank in found:
+        checks = rank["check_experts"]
+        for name, one in checks.items():
+            assert one["losses"] == pytest.approx(single.losses[:len(one["losses"])], rel=1e-5), name
+        for name, layout in ranks.expert_layouts(world).items():
+            assert len(checks[name]["losses"]) == 20 and checks[name]["ne"] == pytest.approx(expected, rel=1e-4)
+            elements = sum(r.count * r.block.sharded_elements(layout.fsdp) for r in regions(single.plan.model, layout))
+            assert checks[name]["parameters"] == 4 * elements
+
+
+@pytest.fixture(scope="module")
+def whole_experts() -> Trainer:
+    torch.set_num_threads(1)
+    return ranks.train(ranks.expert_plan(Layout()))
+
+
+def test_spread_experts_train_as_whole_ones(checks_on_2, whole_experts):
+    _same_as_whole_experts(checks_on_2, whole_experts, 2)
+    for rank in checks_on_2:
+        assert rank["check_experts"]["same"]["losses"] == rank["check_experts"]["all_gather"]["losses"][:6]
+
+
+@pytest.mark.slow
+def test_spread_experts_on_four(checks_on_4, whole_experts):
+    _same_as_whole_experts(checks_on_4, whole_experts, 4)
 
 
 def test_resume_is_bitwise(checks_on_2):

@@ -1,4 +1,4 @@
-"""12 random executable plans on 2 and 4 ranks train as one rank does, one launch per world size."""
+"""12 random executable plans over 2, 4 and 8 ranks train as one rank does, one launch per world size; the slow tests draw 12 on each."""
 from __future__ import annotations
 
 import json
@@ -21,11 +21,12 @@ def single() -> dict[str, list[float]]:
             for policy in ("jagged", "sorted_buckets")}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_random_plans_train_as_one_rank(world, single, tmp_path):
-    done = torchrun(world, "tests/runtime/random_plans.py", str(tmp_path), timeout=600)
+@pytest.mark.parametrize("count", [random_plans.NUM_PLANS, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", random_plans.WORLDS)
+def test_random_plans_train_as_one_rank(world, count, single, tmp_path):
+    done = torchrun(world, "tests/runtime/random_plans.py", str(tmp_path), str(count), timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
-    plans = random_plans.draw(world)
+    plans = random_plans.draw(world, count)
     for rank in range(world):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         twins = iter(found["twins"])
@@ -35,14 +36,15 @@ def test_random_plans_train_as_one_rank(world, single, tmp_path):
 
 
 def test_the_plans_cover_what_is_called_executable():
-    plans = [plan for world in (2, 4) for plan in random_plans.draw(world)]
+    plans = [plan for world in random_plans.WORLDS for plan in random_plans.draw(world)]
     assert {p.batching for p in plans} == set(EXECUTABLE["batching"])
     assert {t.sharding for p in plans for t in p.tables} == set(EXECUTABLE["sharding"])
-    assert {o.checkpoint for p in plans for r in p.regions for o in r.options} == set(random_plans.CHECKPOINTS)
+    assert {o.checkpoint for p in plans for r in p.regions for o in r.options} == set(random_plans.LOSSLESS)
     assert {p.layout.fully_sharded_2d for p in plans} == {p.layout.reshard_after_forward for p in plans} == {True, False}
+    assert {(p.layout.ep, p.layout.expert_all_to_all) for p in plans} == {(1, False), (2, False), (2, True), (4, False), (4, True)}
     assert {p.layout.sparse_replicas > 1 for p in plans} == {p.layout.ddp > 1 for p in plans} == {True, False}
     assert {(p.input_overlap, p.layout.sparse_group > 1) for p in plans} >= {(True, True), (False, True)}
     for plan in plans:
         options = {"batching": plan.batching, "transport": plan.transport, "execution": plan.execution}
-        assert not predict_only_reasons(layout=plan.layout, options=options, precisions={"fp32"}, shardings={t.sharding for t in plan.tables},
+        assert not predict_only_reasons(options=options, precisions={"fp32"}, shardings={t.sharding for t in plan.tables},
                                         checkpoints={o.checkpoint for r in plan.regions for o in r.options})
