@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import signal
 import sys
 import time
@@ -126,7 +127,8 @@ def _die(out: Path, plan: Plan, rank: int, error: BaseException, where: str) -> 
     """A peer is gone, a collective timed out, or this rank alone has a fault: leave without waiting for anybody."""
     if not isinstance(error, (RuntimeError, OSError)):
         traceback.print_exception(error)
-    _report_failure(out, plan, rank, f"rank {rank}, {where}: {_first_line(error)}{_absent(rank) if 'imed out' in str(error) else ''}")
+    absent = _absent(rank) if re.search(r"timed? ?out", str(error), re.IGNORECASE) else ""
+    _report_failure(out, plan, rank, f"rank {rank}, {where}: {_first_line(error)}{absent}")
     sys.stdout.flush()
     os._exit(FAILED)
 

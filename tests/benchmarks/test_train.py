@@ -1,0 +1,36 @@
+"""The training benchmark's own parts: FlexAttention stands where the kernels stand, and models shrink to a test's size with their kinds of layers."""
+import pytest
+import torch
+
+from benchmarks import train_speed
+from costmodel.regions import regions
+from kernels import block_attention, jagged_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": False}, {"causal": True, "window": 5}])
+def test_flex_attention_is_the_kernels_softmax(options):
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, 7, 7, 30, 41])
+    q, k, v = (torch.randn((41, 2, 16), generator=generator) for _ in range(3))
+    flex = train_speed.Flex(torch.device("cpu"))
+    expected = jagged_attention(q, k, v, offsets, offsets, max_q=23, max_k=23, **options)
+    torch.testing.assert_close(flex.jagged_attention(q, k, v, offsets, offsets, **options), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_flex_block_attention_is_the_kernel():
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, 70, 100])
+    q, k, v = (torch.randn((100, 2, 16), generator=generator) for _ in range(3))
+    found = train_speed.Flex(torch.device("cpu")).block_attention(q, k, v, offsets, block=32, causal=True)
+    torch.testing.assert_close(found, block_attention(q, k, v, offsets, max_len=70, block=32, causal=True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", train_speed.SCENARIOS)
+def test_tiny_models_keep_every_kind_of_layer(name):
+    tiny, whole = train_speed.tiny(name), train_speed.plan_of(name)
+    assert {r.kind for r in regions(tiny.model)} == {r.kind for r in regions(whole.model)}
+    assert whole.layout.world_size == 1 and whole.cluster.device.name.startswith("H200")
+    if name == "gem-full":
+        assert train_speed.step_seconds(tiny, torch.device("cpu"), "ours") > 0
