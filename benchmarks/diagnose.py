@@ -1,6 +1,6 @@
 """Planted constraints: are they named, is the planted amount found again, and how fast are diagnosis, report and record?
 
-    python -m benchmarks.diagnose [--only simulated|ranks|speed|waterfall] [--resume]
+    python -m benchmarks.diagnose [--only simulated|ranks|speed|waterfall|viewers] [--resume] [--hta PYTHON] [--torchtitan PYTHON]
 
 Simulated cases change one thing of a scenario and compare the accounting of both steps; the planted amount is the difference of the two step times.
 Cases on CPU ranks train with a planted fault (benchmarks/planted.py), are traced, and diagnosed from the trace; the planted amount was timed where
@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.planted import STEPS, is_planted
-from costmodel.accounting import COMMUNICATION, Accounting, simulated
+from costmodel.accounting import COMMUNICATION, DEVICE, Accounting, simulated
 from costmodel.launch import environment
 from costmodel.plan import Plan
 from costmodel.workload import EventSource, Lengths
@@ -364,6 +364,55 @@ def run_report(folder: Path) -> list[results.Row]:
                         note=f"timeline.json.gz {(folder / 'timeline.json.gz').stat().st_size / 1e3:.0f} kB")]
 
 
+_HTA = """
+import importlib.metadata, json, sys
+from hta.trace_analysis import TraceAnalysis
+analysis = TraceAnalysis(trace_files={0: sys.argv[1]})
+row = analysis.get_temporal_breakdown(visualize=False).iloc[0]
+overlap = analysis.get_comm_comp_overlap(visualize=False).iloc[0]
+versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("HolisticTraceAnalysis", "pandas"))
+print(json.dumps({"compute_s": row["compute_time(us)"] * 1e-6, "idle_s": row["idle_time(us)"] * 1e-6, "versions": versions,
+                  "overlap": overlap["comp_comm_overlap_pctg"]}))
+"""
+_TORCHTITAN = """
+import json, sys
+from torchtitan.config import ConfigManager
+config = ConfigManager().parse_args(["--job.config_file", sys.argv[1]])
+print(json.dumps({"replicate": config.parallelism.data_parallel_replicate_degree, "shard": config.parallelism.data_parallel_shard_degree,
+                  "batch": config.training.local_batch_size}))
+"""
+
+
+def run_viewers(folder: Path, hta: str | None, torchtitan: str | None) -> list[results.Row]:
+    """What other tools read, in interpreters of their own that have those tools."""
+    from costmodel.accounting import simulate_ranks
+    from planner.export import TORCHTITAN_TESTED, export, save
+    from planner.report import timeline
+
+    plan, rows = _even(plan_of("gem-8xh200")), []
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if hta is not None:
+        found = simulated(plan, None)
+        path = timeline.write(folder / timeline.FILE, simulate_ranks(plan, None), ())
+        answer = _answer([hta, "-c", _HTA, str(path)], clean)
+        busy = sum(found.seconds.get(n, 0.0) for n in DEVICE)
+        rows.append(results.Row(name="timeline in HTA: compute time against the accounting", value=100 * abs(answer["compute_s"] / busy - 1),
+                                unit="% off", target=1.0, better="lower", note=f"{answer['versions']}: compute {answer['compute_s'] * 1e3:.2f} ms, "
+                                f"accounting {busy * 1e3:.2f} ms; communication overlapped {answer['overlap']:.1f} %"))
+    if torchtitan is not None:
+        save(export(plan, "torchtitan"), folder)
+        answer = _answer([*torchtitan.split(), "-c", _TORCHTITAN, str(folder / "torchtitan.toml")], dict(os.environ))
+        same = answer == {"replicate": plan.layout.ddp, "shard": plan.layout.fsdp, "batch": plan.local_batch}
+        rows.append(results.Row(name="export to torchtitan: read by its ConfigManager", value=float(same), unit="", target=1.0,
+                                note=f"torchtitan {TORCHTITAN_TESTED}: {answer}"))
+    return rows
+
+
+def _answer(command: list[str], variables: dict[str, str]) -> dict:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 VARIANTS = """
 name: waterfall
 cluster: 8xh200
@@ -404,11 +453,13 @@ def run_waterfall(folder: Path) -> list[results.Row]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.diagnose", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=("simulated", "ranks", "speed", "waterfall"), action="append")
+    parser.add_argument("--only", choices=("simulated", "ranks", "speed", "waterfall", "viewers"), action="append")
+    parser.add_argument("--hta", metavar="PYTHON", help="an interpreter with HolisticTraceAnalysis; without it the row is left out")
+    parser.add_argument("--torchtitan", metavar="COMMAND", help="a command that starts one with torchtitan; likewise")
     parser.add_argument("--resume", action="store_true", help="keep rows of parts that are not measured now")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args(arguments)
-    parts = options.only or ["simulated", "ranks", "speed", "waterfall"]
+    parts = options.only or ["simulated", "ranks", "speed", "waterfall", "viewers"]
     rows: list[results.Row] = []
     with tempfile.TemporaryDirectory(prefix="diagnose-") as name:
         folder = Path(name)
@@ -424,6 +475,8 @@ def main(arguments: list[str] | None = None) -> int:
             rows += run_record(folder) + run_trace(folder) + run_report(folder)
         if "waterfall" in parts:
             rows += run_waterfall(folder)
+        if "viewers" in parts:
+            rows += run_viewers(folder, options.hta, options.torchtitan)
     path = results.write("diagnose", rows, command="python -m benchmarks.diagnose", title="Diagnosis of planted constraints",
                          intro=__doc__.split("\n\n", 2)[2], resume=options.resume, out=options.out)
     print(path)
