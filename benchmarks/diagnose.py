@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -177,26 +178,28 @@ def rank_plans() -> dict[str, Plan]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankCase:
-    """A fault on CPU ranks. waiter: the rank that waits for the last one (None: every rank shows the fault, their mean is taken).
+    """A fault on CPU ranks.
 
-    cpu: the fault costs processor time. Then the planted amount is what the main threads used, and what the trace shows is scaled to processor
-    time, a rank's over what it spent outside of waits: other processes lengthen all that a rank does alike. Else it was timed where it is.
+    between: the fault makes the first rank wait for the last; what the first one waits more than the last is compared with what the last one needs
+    more. Else every rank shows the fault and their mean is taken.
+    clock: `planted` was timed where the fault is; `own` is a rank's phase timers without waits; `cpu` is the main thread's processor time, and what
+    the trace shows is scaled to it, for other processes lengthen all that a rank does alike.
     """
 
     constraint: str
     categories: tuple[str, ...]
-    waiter: int | None = None
-    cpu: bool = False
+    between: bool = False
+    clock: Literal["planted", "own", "cpu"] = "planted"
 
 
 WAITS = ("synchronisation", "straggler_wait")
 RANK_CASES = {
     "slow_reader": RankCase(constraint="input", categories=("input",)),
-    "slow_rank": RankCase(constraint="synchronisation", categories=WAITS, waiter=0),
-    "tiny_kernels": RankCase(constraint="host", categories=("host", "memory_bound"), cpu=True),
+    "slow_rank": RankCase(constraint="synchronisation", categories=WAITS, between=True),
+    "tiny_kernels": RankCase(constraint="host", categories=("host", "memory_bound"), clock="cpu"),
     "slow_link": RankCase(constraint="communication:loopback", categories=(COMMUNICATION,)),
-    "uneven_lengths": RankCase(constraint="load_balance", categories=WAITS, waiter=0, cpu=True),
-    "padded": RankCase(constraint="load_balance", categories=("padding",), cpu=True)}
+    "uneven_lengths": RankCase(constraint="load_balance", categories=WAITS, between=True, clock="own"),
+    "padded": RankCase(constraint="load_balance", categories=("padding",), clock="cpu")}
 
 
 def run_ranks(folder: Path) -> tuple[list[results.Row], list[tuple[str, bool, float, float | None]]]:
@@ -220,7 +223,7 @@ def run_ranks(folder: Path) -> tuple[list[results.Row], list[tuple[str, bool, fl
         case = RANK_CASES[name]
         amount, recovered, spread = _paired(folder / name, found, case)
         verdicts.append((f"ranks: {name}", measured.binding == case.constraint, measured.unattributed, recovered))
-        how = "processor time of the main threads" if case.cpu else "timed where it was planted"
+        how = {"planted": "timed where it was planted", "own": "phase timers of the ranks", "cpu": "processor time of the main threads"}[case.clock]
         rows += _case_rows(f"ranks: {name}", case.constraint, measured, recovered,
                            f"{amount * 1e3:.1f} ms planted in a step of {measured.step * 1e3:.1f} ms, {how}; by pair of steps {spread[0]:.2f} to "
                            f"{spread[1]:.2f} of it found; {_relief(measured)}")
@@ -240,21 +243,20 @@ def _paired(folder: Path, found: Diagnosis, case: RankCase) -> tuple[float, floa
     clocks = [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(RANKS)]
     by_step = {ranks[0].step: sorted(ranks, key=lambda r: r.rank) for ranks in found.steps}
 
-    def clock(kind: str, rank: int, step: int) -> float:
-        return clocks[rank][kind][str(step)]
+    def planted(step: int, rank: int) -> float:
+        return clocks[rank][case.clock][str(step)]
 
     def seen(step: int, rank: int) -> float:
-        busy = RANKS - 1 if case.waiter is not None else rank
-        scale = clock("cpu", busy, step) / _own(by_step[step][busy]) if case.cpu else 1.0
+        scale = planted(step, rank) / _own(by_step[step][rank]) if case.clock == "cpu" else 1.0
         return scale * _in(by_step[step][rank].account(), case.categories)
+
+    def combined(value: Callable[[int, int], float], step: int, sign: int) -> float:
+        changes = [value(step, r) - value(step - 1, r) for r in range(RANKS)]
+        return sign * (changes[-1] - changes[0]) if case.between else statistics.mean(changes)
     amounts, shares = [], []
-    kind = "cpu" if case.cpu else "planted"
     for step in filter(is_planted, by_step):
-        own = [clock(kind, r, step) - clock(kind, r, step - 1) for r in range(RANKS)]
-        gains = [seen(step, r) - seen(step - 1, r) for r in range(RANKS)]
-        amount, gain = (statistics.mean(own), statistics.mean(gains)) if case.waiter is None else (own[-1] - own[case.waiter], gains[case.waiter])
-        amounts.append(amount)
-        shares.append(gain / amount)
+        amounts.append(combined(planted, step, 1))
+        shares.append(combined(seen, step, -1) / amounts[-1])
     return statistics.median(amounts), statistics.median(shares), (min(shares), max(shares))
 
 
@@ -266,7 +268,9 @@ def _own(step: tracesteps.RankStep) -> float:
 
 def _child(code: str, *arguments: str) -> tuple[float, float, str]:
     """(wall seconds, peak bytes, stdout) of a Python process of its own."""
-    program = f"{code}\nimport resource\nprint('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    # ru_maxrss would count what this process holds: a child begins as its copy
+    peak = "next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))"
+    program = f"{code}\nprint('peak', int({peak}) * 1024)"
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
     seconds = time.perf_counter() - start

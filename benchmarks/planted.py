@@ -4,7 +4,7 @@
 
 PLANS/CASE.json holds each case's plan. Steps come in pairs on the same samples: the even one healthy, the odd one with the fault, so that what
 else the machine does meets both alike. A case leaves OUT/CASE/{plan.json,traces/,rank-R.json}; rank-R.json by traced step: `planted` seconds
-timed where the fault is, `cpu` seconds of the main thread, which no other process can lengthen.
+timed where the fault is, `own` seconds of the phase timers without waits, `cpu` seconds of the main thread.
 """
 from __future__ import annotations
 
@@ -168,7 +168,9 @@ def run(name: str, plan_file: Path, out: Path) -> None:
     rank = trainer.meshes.rank
     if rank == 0:
         plan.save(out / "plan.json")
-    found = {"planted": {s: planted.seconds.get(s, 0.0) for s in range(FIRST, STEPS)}, "cpu": {s: planted.cpu[s] for s in range(FIRST, STEPS)}}
+    traced = range(FIRST, STEPS)
+    own = {s: sum(seconds for phase, seconds in trainer.phases[s].items() if phase != "exposed_communication") for s in traced}
+    found = {"planted": {s: planted.seconds.get(s, 0.0) for s in traced}, "own": own, "cpu": {s: planted.cpu[s] for s in traced}}
     (out / f"rank-{rank}.json").write_text(json.dumps(found) + "\n")
 
 

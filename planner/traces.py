@@ -20,7 +20,7 @@ from planner.errors import UsageError
 
 _CHUNK = 1 << 22
 _LONGEST_HEADER = 1 << 24
-_KEPT_ARGUMENTS = ("stream", "correlation")
+_KEPT_ARGUMENTS = ("stream", "correlation", "Sequence number")
 _GROUP_ARGUMENTS = ("Collective name", "Group size", "Process Group Description", "Process Group Ranks")
 
 
@@ -31,7 +31,8 @@ class TraceError(UsageError):
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Trace:
     """Complete events of one rank. Columns `(n,)`: ts [s, since the trace's base], dur [s], name, category, thread (codes into the lists of
-    words), stream and correlation (-1: none). groups: by event index, what a collective says of its process group.
+    words), stream, correlation and sequence, which a forward op and its backward share (-1: none). groups: by event index, what a collective says
+    of its process group.
 
     notes: what is wrong with the file, in words.
     """
@@ -48,6 +49,7 @@ class Trace:
     thread: np.ndarray
     stream: np.ndarray
     correlation: np.ndarray
+    sequence: np.ndarray
     names: list[str]
     categories: list[str]
     threads: list[str]
@@ -90,7 +92,7 @@ def read(path: Path | str) -> Trace:
     """Reads a trace, plain or gzipped. Raises TraceError (no trace at all) and UsageError (cannot be opened)."""
     path = Path(path)
     names, categories, threads = _Words(), _Words(), _Words()
-    columns: tuple[list[float], ...] = ([], [], [], [], [], [], [])
+    columns: tuple[list[float], ...] = ([], [], [], [], [], [], [], [])
     groups: dict[int, dict[str, Any]] = {}
     try:
         with _open(path) as stream:
@@ -119,7 +121,7 @@ def read(path: Path | str) -> Trace:
     codes = [np.array(c, dtype=np.int64) for c in columns[2:]]
     rank, world = (int(own.get(key, distributed.get(key, default))) for key, default in (("rank", 0), ("world_size", 1)))
     return Trace(path=path, rank=rank, world_size=world, host=str(meta.get("host_name", "")), meta=own, ts=floats[0], dur=floats[1], name=codes[0],
-                 category=codes[1], thread=codes[2], stream=codes[3], correlation=codes[4], names=list(names.codes),
+                 category=codes[1], thread=codes[2], stream=codes[3], correlation=codes[4], sequence=codes[5], names=list(names.codes),
                  categories=list(categories.codes), threads=list(threads.codes), groups=groups, notes=tuple(f"{path.name}: {note}" for note in notes))
 
 

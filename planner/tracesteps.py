@@ -13,7 +13,8 @@ GPU ranks: kernels are the device, NCCL's kernels the tiers; copies to the devic
 phase is the host.
 
 Padding, where the batching policy pads: a share of device time inside sequence regions, by events, of attention by pairs; `runtime.tracing`
-counts both. Backward has no regions: it takes the forward's share of time in sequences.
+counts both. Backward has no regions: a node of autograd is where the forward op of its sequence number was; without such numbers backward takes
+the forward's share of time in sequences.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _PRODUCT = re.compile(r"mm|matmul|attention|conv|flash|gemm|cutlass|cublas|sm90|
 _NO_WORK = re.compile(r"aten::(view|_unsafe_view|reshape|empty\w*|as_strided\w*|detach|t|transpose|permute|expand|select|slice|unsqueeze|squeeze|"
                       r"split\w*|resolve_conj|resolve_neg|unbind|alias|resize_|lift_fresh|item|_local_scalar_dense|narrow|chunk|result_type|is_nonzero)$|^detach")
 _DISPATCHERS = ("phase:", "region:", "step:", "recompute", "FSDP::", "autograd::", "c10d::")
+_NODE = "autograd::engine::evaluate_function"
 _NCCL = re.compile(r"nccl", re.I)
 
 
@@ -97,6 +99,7 @@ def _cpu_step(trace: Trace, number: int, begin: float, end: float, thread: int, 
     order = chosen[np.lexsort((-trace.dur[chosen], trace.ts[chosen]))]
     starts, ends = trace.ts[order].tolist(), (trace.ts[order] + trace.dur[order]).tolist()
     names = [trace.names[i] for i in trace.name[order].tolist()]
+    numbers, in_sequence = trace.sequence[order].tolist(), dict[int, bool]()
     work = trace.meta.get("steps", {}).get(str(number), {})
     shares = _padding(work)
     intervals: list[tuple[str, float, float]] = []
@@ -125,6 +128,10 @@ def _cpu_step(trace: Trace, number: int, begin: float, end: float, thread: int, 
         close(start)
         cursor = max(cursor, min(start, end)) if not stack else cursor
         inside = stack[-1][2].child(name) if stack else _Inside().child(name)
+        if inside.phase == "forward" and numbers[place] >= 0:
+            in_sequence[numbers[place]] = inside.sequence  # the op that makes the node is the last with its number
+        elif in_sequence and name.startswith(_NODE):
+            inside = dataclasses.replace(inside, sequence=in_sequence.get(numbers[place], False), linked=True)
         stack.append((name, stop, dataclasses.replace(inside, parent=parents[place])))
         if name == "phase:exposed_communication":
             waits.append((start, stop))
@@ -155,12 +162,13 @@ class _Inside:
     recompute: bool = False
     sequence: bool = False
     attention: bool = False
+    linked: bool = False
     parent: bool = False
 
     def child(self, name: str) -> _Inside:
         phase = name.removeprefix("phase:") if name.startswith("phase:") else self.phase
         return _Inside(phase, self.recompute or name == "recompute", self.sequence or (name.startswith("region:") and "." in name),
-                       self.attention or "attention" in name)
+                       self.attention or "attention" in name, self.linked)
 
 
 def _cpu_parts(name: str, inside: _Inside, start: float, stop: float, tier: str, shares: dict[str, float],
@@ -178,7 +186,7 @@ def _cpu_parts(name: str, inside: _Inside, start: float, stop: float, tier: str,
     parts = [(HOST_TIME, start, work)]
     kind = "recompute" if inside.recompute else "compute" if _PRODUCT.search(name) or inside.attention else "memory_bound"
     padded = shares["pairs" if inside.attention else "events"] if inside.sequence else 0.0
-    if inside.phase == "backward" and not inside.sequence:
+    if inside.phase == "backward" and not inside.sequence and not inside.linked:
         padded = shares["pairs"] if inside.attention else sequence * shares["events"]
     cut = stop - (stop - work) * padded
     parts += [(kind, work, cut), ("padding", cut, stop)]

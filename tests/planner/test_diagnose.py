@@ -90,6 +90,23 @@ def test_an_op_with_others_inside_works_itself(folder):
     assert seconds(diagnose(folder)).get("compute", 0.0) == 0
 
 
+@pytest.mark.parametrize(("linked", "padding"), [(True, 15 + 10), (False, 15)])
+def test_backward_is_padded_where_its_forward_op_was(folder, linked, padding):
+    """The add of backward belongs to the product in the sequence region, or to an op after it; half of what was computed is padding."""
+    body = cpu_rank(0)
+    for work in body["planner"]["steps"].values():
+        work.update(computed=200.0, computed_pairs=200.0)
+    for step in range(2):
+        at = 100 * step
+        body["traceEvents"] += [event("aten::mul", "cpu_op", at + 46, at + 47, **{"Sequence number": 2}),
+                                event("autograd::engine::evaluate_function: X", "cpu_op", at + 69, at + 91, **{"Sequence number": 1 if linked else 2})]
+    for op in body["traceEvents"]:
+        if op["name"] == "aten::mm":
+            op["args"]["Sequence number"] = 1
+    write(folder, body)
+    assert seconds(diagnose(folder))["padding"] == pytest.approx(padding, abs=0.1)
+
+
 def test_a_gpu_trace(tmp_path):
     path, = write(tmp_path, gpu_rank())
     found = diagnose(path)
