@@ -165,7 +165,7 @@ def rank_plans() -> dict[str, Plan]:
     plan = plan_of("quickstart")
     fixed = {name: Lengths(kind="fixed", maximum=40) for name in plan.workload.lengths}
     mixed = {name: Lengths(kind="uniform", minimum=1, maximum=200) for name in plan.workload.lengths}
-    outliers = {name: Lengths(kind="histogram", minimum=50, maximum=150, values=(50, 150), weights=(0.95, 0.05)) for name in plan.workload.lengths}
+    outliers = {name: Lengths(kind="histogram", minimum=100, maximum=250, values=(100, 250), weights=(0.95, 0.05)) for name in plan.workload.lengths}
     source = EventSource(kind="synthetic", num_events=20_000)
 
     def with_lengths(lengths: dict[str, Lengths], **changes) -> Plan:

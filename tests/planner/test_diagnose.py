@@ -99,7 +99,8 @@ def test_backward_is_padded_where_its_forward_op_was(folder, linked, padding):
     for step in range(2):
         at = 100 * step
         body["traceEvents"] += [event("aten::mul", "cpu_op", at + 46, at + 47, **{"Sequence number": 2}),
-                                event("autograd::engine::evaluate_function: X", "cpu_op", at + 69, at + 91, **{"Sequence number": 1 if linked else 2})]
+                                event("autograd::engine::evaluate_function: X", "cpu_op", at + 69, at + 91,
+                                      **{"Sequence number": 1 if linked else 2})]
     for op in body["traceEvents"]:
         if op["name"] == "aten::mm":
             op["args"]["Sequence number"] = 1
