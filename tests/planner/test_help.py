@@ -11,10 +11,10 @@ from planner.cli import app, main
 from planner.report.console import PIPED_WIDTH
 
 # Those that answer within a few seconds, and those that search for longer or look at the whole machine.
-# `calibrate`, `run` and `data` time this machine, train or download.
+# `calibrate`, `run`, `validate` and `data` time this machine, train or download.
 QUICK = ("estimate", "explain", "export", "ledger", "record", "report", "search")
-SLOW = ("diagnose", "doctor", "size", "waterfall", "whatif")
-NOT_PASTED = ("calibrate", "data", "run")
+SLOW = ("diagnose", "doctor", "sensitivity", "size", "waterfall", "whatif")
+NOT_PASTED = ("calibrate", "data", "run", "validate")
 ROOT = Path(__file__).resolve().parents[2]
 
 
