@@ -247,7 +247,9 @@ def check_experts(world: int, out: Path) -> dict:
     found, trainers = {}, {}
     for (name, layout), policy in zip(expert_layouts(world).items(), ("none", "full", "selective", "none", "full")):
         trainers[name] = trainer = train(expert_plan(layout, checkpoint=policy))
-        found[name] = {"losses": trainer.losses, "ne": trainer.evaluate(), "parameters": trainer.measured()[0].memory_bytes.parameters}
+        # before evaluation, whose forward leaves parameters gathered where a layout keeps them
+        parameters = trainer.measured()[0].memory_bytes.parameters
+        found[name] = {"losses": trainer.losses, "parameters": parameters, "ne": trainer.evaluate()}
     whole, spread = Layout(fsdp=world, sparse_group=world), expert_layouts(world)["all_gather"]
     other = expert_layouts(world)["one_each" if world == 4 else "all_to_all"]
     for name, (before, after) in {"spread": (whole, other), "together": (spread, whole), "same": (spread, spread)}.items():
