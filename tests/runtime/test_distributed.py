@@ -116,10 +116,12 @@ def test_fully_sharded_2d_equals_its_emulation_and_keeps_its_part(checks_on_2):
 
 @pytest.mark.slow
 def test_fully_sharded_2d_on_four(checks_on_4):
+    # odd rows make one rank's part a few bytes smaller than another's
+    assert sum(rank["check_fully_sharded"]["resting"] for rank in checks_on_4) >= checks_on_4[0]["check_fully_sharded"]["whole"]
     for rank in checks_on_4:
         found = rank["check_fully_sharded"]
         assert found["difference"] < 1e-5
-        assert found["whole"] / 4 <= found["resting"] <= 1.02 * found["whole"] / 4
+        assert found["resting"] <= 1.02 * found["whole"] / 4
         assert found["resumed"] == found["losses"] and len(found["losses"]) == 6
 
 
