@@ -7,8 +7,7 @@ Stages, each of which can run alone (`--stage`), for a GPU machine may lack what
 with its prediction inside; `run` executes what has no result yet; `report` compares. `--resume` keeps the work folder and merges into the results.
 
 On a CPU other programs take cores from the ranks. A run during which they used more than `--quiet` of the cores is repeated, up to `--attempts` times
-in all, and the attempt that they disturbed least counts, whatever its error. What a rank has of a core, and waits for the others, is probed just
-before each run with steps of a calibration plan; the prediction is made with that, and then the plan is run.
+in all, and the attempt that they disturbed least counts, whatever its error.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from costmodel.codec import encode
 from costmodel.estimate import estimate
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES, RunResult
-from costmodel.samples import CONSTANT_PREFIX, read_samples
+from costmodel.samples import read_samples
 
 # Seconds of measured steps that a run aims at, and its bounds [steps].
 RUN_SECONDS, MIN_STEPS, MAX_STEPS, WARMUP_STEPS = 4.0, 12, 120, 3
@@ -140,42 +139,21 @@ def predict(space: Space, cluster: Cluster, calibration: Calibration, work: Path
     return paths
 
 
-def run(paths: list[Path], cluster: Cluster, calibration: Calibration | None = None, *, quiet: float = 1.0, attempts: int = 1,
-        patience: float = 0.0) -> None:
+def run(paths: list[Path], cluster: Cluster, *, quiet: float = 1.0, attempts: int = 1, patience: float = 0.0) -> None:
     """Executes every plan that has no result yet, and again those that others have disturbed; before each run up to `patience` seconds are waited
-    for them to finish. With `calibration` each plan is predicted again just before its run, with what a probe of the machine finds."""
+    for them to finish."""
     for attempt in range(attempts):
         for number, path in enumerate(paths, start=1):
             others = _others(path.parent)
             if (path.parent / RESULT).exists() and (others is None or others <= quiet or attempt < _attempted(path.parent)):
                 continue
             wait_until_quiet(quiet, patience)
-            print(f"{number}/{len(paths)} {_run_once(path, cluster, calibration)}", file=sys.stderr, flush=True)
+            print(f"{number}/{len(paths)} {_run_once(path, cluster)}", file=sys.stderr, flush=True)
 
 
-def probe(plan: Plan, calibration: Calibration, cluster: Cluster, work: Path) -> Calibration:
-    """`calibration` with the constants of the machine just now, on the plan's number of ranks: what ranks wait for one another, and for the share of
-    a core how fast steps of a calibration plan are against what its curves say (cores that share a cache or a pipeline slow each other down too)."""
-    from runtime.microbench.steps import executable_here
-    kind = plan.model.sequences[0].layers[0].kind
-    subject = next(p for p in sorted(work.glob("fidelity-calibration-*.plan.json")) if Plan.load(p).model.sequences[0].layers[0].kind == kind)
-    out = work / "probe.jsonl"
-    torchrun("runtime.microbench", ["--out", str(out), "--only-steps", "--models", str(subject)], plan.layout.world_size, cluster, work / "probe.log")
-    _, found = read_samples(out)
-    constants = {f"{s.op.removeprefix(CONSTANT_PREFIX)}/{s.variant}": s.seconds for s in found}
-    ranks = plan.layout.world_size
-    alone = {**calibration.constants, f"processor_share/{ranks}": 1.0, f"peer_wait/{ranks}": 0.0}
-    phases = estimate(executable_here(Plan.load(subject), ranks), dataclasses.replace(calibration, constants=alone)).phases
-    expected = sum(q.value for name, q in phases.items() if name != "exposed_communication")
-    constants[f"processor_share/{ranks}"] = expected / constants[f"step_compute/{ranks}"]
-    return dataclasses.replace(calibration, constants={**calibration.constants, **constants})
-
-
-def _run_once(path: Path, cluster: Cluster, calibration: Calibration | None) -> str:
-    """Executes a plan; its prediction and result replace earlier ones that were disturbed more. Returns a line about it."""
+def _run_once(path: Path, cluster: Cluster) -> str:
+    """Executes a plan; its result replaces an earlier one that was disturbed more. Returns a line about it."""
     plan, folder = Plan.load(path), path.parent
-    if calibration is not None:
-        plan = dataclasses.replace(plan, prediction=encode(estimate(plan, probe(plan, calibration, cluster, folder.parent))))
     predicted = plan.prediction["step_time"]["value"]
     steps = WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / predicted)))
     meter, start = LoadMeter(), time.perf_counter()
@@ -410,8 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
         paths_file.write_text(json.dumps([str(p.relative_to(work)) for p in paths]))
     paths = [work / p for p in json.loads(paths_file.read_text())]
     if options.stage in ("all", "run"):
-        current = _calibration(options, space, Plan.load(paths[0]).cluster, work) if (work / "calibration.json").exists() else None
-        run(paths, Plan.load(paths[0]).cluster, current, quiet=options.quiet, attempts=options.attempts, patience=options.patience)
+        run(paths, Plan.load(paths[0]).cluster, quiet=options.quiet, attempts=options.attempts, patience=options.patience)
     if options.stage in ("all", "report"):
         scored = load_scored(paths)
         command = f"python -m benchmarks.fidelity --device {options.device} --seed {options.seed} -n {options.count}"

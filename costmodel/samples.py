@@ -22,12 +22,10 @@ BLOCK_PREFIX = "block:"
 # library_bytes: workspaces that libraries allocate and keep.
 # link_bandwidth [bytes/s]: of the host tier that the collectives ran on; collective_share (variant = transport/kind): compute seconds lost beside
 # one second of that collective. Of host ranks (variant = ranks): processor_share: of a core that a rank had while it was timed; peer_wait: seconds
-# that a rank waits for others to arrive at collectives over its seconds of compute, work being even; step_compute: seconds of a step of the
-# calibrated plan without communication.
+# that a rank waits for others to arrive at collectives over its seconds of compute, work being even.
 CONSTANT_PREFIX = "constant:"
 CONSTANTS = ("launch_seconds", "graph_launch_seconds", "context_bytes", "allocator_overhead", "memory_bandwidth", "peak_flops", "step_overhead",
-             "link_bandwidth", "collective_share", "host_copy_bandwidth", "host_scale", "step_host", "library_bytes", "processor_share", "peer_wait",
-             "step_compute")
+             "link_bandwidth", "collective_share", "host_copy_bandwidth", "host_scale", "step_host", "library_bytes", "processor_share", "peer_wait")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

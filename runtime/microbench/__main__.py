@@ -37,6 +37,8 @@ GPU_SECONDS = {"quick": 90.0, "full": 270.0}
 # Copies of the data so that a run does not find what the run before left in the cache [bytes to exceed: L2, or a core's share of L3].
 ROTATE_BYTES = {"cpu": 16e6, "cuda": 120e6}
 MAX_COPIES = 8
+# What touches tables: once a step, after everything else has gone through the caches.
+TABLE_KINDS = ("embedding_lookup", "embedding_update")
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,7 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="samples.jsonl to write")
     parser.add_argument("--models", type=Path, nargs="+", required=True, metavar="PLAN", help="plan files whose steps are timed")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="quick")
-    parser.add_argument("--only-steps", action="store_true", help="only steps of the plans: the state of the machine just now")
     parser.add_argument("--budget", type=float, help="seconds of processor time for measurements (default: the preset's)")
     options = parser.parse_args(arguments)
     try:
@@ -94,17 +95,14 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if device.type == "cuda" and world_size == 1 and not options.only_steps:
+    if device.type == "cuda" and world_size == 1:
         return _calibrate_gpu(plans, device, options)
     if world_size > 1:
         mesh.start(device)
     budget, seconds, points = PRESETS[options.preset]
     layout, threads = Layout(fsdp=world_size, sparse_group=world_size), torch.get_num_threads()
     session = Session(device, mesh.build_meshes(layout, device), time.process_time() + threads * (options.budget or budget), seconds)
-    if options.only_steps:
-        _time_steps(session, plans)
-    else:
-        _time_everything(session, plans, points=points, full=options.preset == "full")
+    _time_everything(session, plans, points=points, full=options.preset == "full")
     if session.meshes.rank == 0:
         write_samples(options.out, environment(device), session.samples)
         _report({"event": "done", "samples": len(session.samples), "skipped": session.skipped})
@@ -162,16 +160,11 @@ def _time_ops(session: Session, plans: list[Plan], *, points: float) -> None:
             break
         for phase in KINDS[request.op.kind].phases:
             runs = cases.cases(request, phase, session.device, _copies(cases.footprint(request), session))
-            timing = measure(runs, device=session.device, seconds=session.seconds, cold=True)
+            timing = measure(runs, device=session.device, seconds=session.seconds, cold=True, evicted=request.op.kind in TABLE_KINDS)
             session.keep(request.op.kind, phase, dict(request.op.features), timing, variant=request.op.variant, dtype=request.op.dtype,
                          held_out=request.held_out)
         if i % 20 == 0:
             _report_stage(session, "ops", done=i, of=len(wanted))
-
-
-def _time_steps(session: Session, plans: list[Plan]) -> None:
-    keep_step_constants(session, plans)
-    keep_processor_share(session)
 
 
 def keep_step_constants(session: Session, plans: list[Plan]) -> None:

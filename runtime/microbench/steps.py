@@ -1,7 +1,6 @@
 """Steps of the calibrated plans themselves, on this launch's ranks: what no op curve holds.
 
     step_overhead   seconds of a step outside every phase that is modelled (`other`)
-    step_compute    seconds of a step without communication
     peer_wait       host ranks: seconds that a rank waits for its peers to arrive at collectives, over its seconds of compute. Work is dealt evenly
                     (`global`), so this is what uneven speed costs: caches, the operating system and other programs, never the same on two cores.
 
@@ -67,8 +66,6 @@ def step_constants(plan: Plan, source: Source, *, device: torch.device, ranks: i
     for processor, step in zip(timer.processor[WARMUP_STEPS:], phases):
         PROCESSOR.add(processor, sum(step.values()) - step[WAITING])
     found = {"step_overhead": summarize([p["other"] for p in phases])}
-    if device.type == "cpu":
-        found["step_compute"] = summarize([sum(p.values()) - p[WAITING] for p in phases])
     if ranks > 1 and device.type == "cpu":
         own = (timer.waits[WARMUP_STEPS:], sum(sum(p.values()) - p[WAITING] for p in phases))
         everyone: list = [None] * ranks

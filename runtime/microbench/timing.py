@@ -69,10 +69,13 @@ class ProcessorShare:
 PROCESSOR = ProcessorShare()
 
 
-def measure(runs: list[Run], *, device: torch.device, seconds: float, cold: bool = False) -> Timing:
+def measure(runs: list[Run], *, device: torch.device, seconds: float, cold: bool = False, evicted: bool = False) -> Timing:
     """Times `runs` in rotation for about `seconds` in all. `cold`: on a CPU every call gets memory that the last ones have not touched, as in a step,
-    whose tensors stay alive until backward."""
-    return _measure_cuda(runs, seconds) if device.type == "cuda" else _measure_cpu(runs, seconds, cold)
+    whose tensors stay alive until backward; `evicted`: nothing of its inputs is in a core's caches either, as of tables,
+    which a step touches once."""
+    if device.type == "cuda":
+        return _measure_cuda(runs, seconds)
+    return _measure_cpu(runs, seconds, cold, evicted)
 
 
 def evict() -> None:
@@ -90,7 +93,7 @@ def summarize(times: list[float], host: list[float] | None = None) -> Timing:
                   host_seconds=statistics.median(host) if host else None)
 
 
-def _measure_cpu(runs: list[Run], seconds: float, cold: bool) -> Timing:
+def _measure_cpu(runs: list[Run], seconds: float, cold: bool, evicted: bool) -> Timing:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     held: collections.deque[Any] = collections.deque(maxlen=HELD_RESULTS if cold else 0)
     for i in range(HELD_RESULTS + 1 if cold else min(2, len(runs))):  # until all the memory that is held has been touched once
@@ -102,6 +105,8 @@ def _measure_cpu(runs: list[Run], seconds: float, cold: bool) -> Timing:
     while len(times) < MAX_REPEATS:
         one = runs[len(times) % len(runs)]
         state = one.prepare()
+        if evicted:
+            evict()
         wall = time.perf_counter()
         start = clock()
         result = one.run(state)
