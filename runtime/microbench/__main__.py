@@ -26,7 +26,7 @@ from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
 from runtime import mesh
 from runtime.data import open_source
 from runtime.hashes import source_hashes
-from runtime.microbench import blocks, cases, collectives, gpu, inputs, steps, timing
+from runtime.microbench import blocks, cases, collectives, contention, gpu, inputs, steps, timing
 from runtime.microbench.requests import requests
 from runtime.microbench.timing import Timing, measure, summarize
 
@@ -130,6 +130,9 @@ def _time_everything(session: Session, plans: list[Plan], *, points: float, full
             session.keep(kind, ops.STEP, features, timing)
         for kind, features, timing in collectives.unit_timings(session.meshes, repeats=30 if full else 12):
             session.keep(kind, ops.STEP, features, timing)
+        if session.device.type == "cuda":  # a host's transport takes from its ranks what processor_share and peer_wait already hold
+            for kind, _, timing in contention.contention(session.meshes):
+                session.keep(f"{CONSTANT_PREFIX}collective_share", ops.STEP, {}, timing, variant=f"nccl/{kind}")
         _report_stage(session, "collectives")
     for plan in plans:
         source = open_source(plan.model, plan.workload, seed=plan.seed)

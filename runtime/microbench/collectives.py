@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,8 @@ def collective_timings(meshes: Meshes, *, sizes: tuple[int, ...], seconds: float
         yield kind, {"bytes": 4.0 * elements, "group": float(n)}, timing
 
 
-def _issue(kind: str, elements: int, n: int, device: torch.device) -> Run:
+def issue(kind: str, elements: int, n: int, device: torch.device) -> Callable[[], dist.Work]:
+    """A call that starts a collective of `elements` fp32 numbers, a multiple of the `n` ranks, and returns its handle."""
     full, part, group = torch.zeros(elements, device=device), torch.zeros(elements // n, device=device), dist.group.WORLD
     out, splits = torch.empty_like(full), [elements // n] * n
     calls = {
@@ -51,7 +52,12 @@ def _issue(kind: str, elements: int, n: int, device: torch.device) -> Run:
         "all_reduce": lambda: dist.all_reduce(full, group=group, async_op=True),
         "all_to_all": lambda: all_to_all(out, full, splits, splits, group),
     }
-    return Run(run=lambda _: wait(calls[kind](), None))
+    return calls[kind]
+
+
+def _issue(kind: str, elements: int, n: int, device: torch.device) -> Run:
+    start = issue(kind, elements, n, device)
+    return Run(run=lambda _: wait(start(), None))
 
 
 def _measured_in_turn(wanted: list[tuple[str, int]], n: int, device: torch.device, seconds: float) -> Iterator[tuple[tuple[str, int], Timing]]:

@@ -22,6 +22,7 @@ from costmodel.plan import Layout, Plan
 from runtime import checkpoint, mesh
 from runtime.data import open_source
 from runtime.embedding import ShardedEmbeddings
+from runtime.microbench import contention
 from runtime.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -284,13 +285,20 @@ def check_resume(world: int, out: Path) -> dict:
     return found | {"back": second.losses}
 
 
+def check_contention(world: int, out: Path) -> dict:
+    """What collectives take from compute beside them."""
+    meshes = mesh.build_meshes(Layout(fsdp=world, sparse_group=world), CPU)
+    found = contention.contention(meshes, repeats=1, kinds=("all_gather", "all_to_all"))
+    return {f"{kind}/{beside}": timing.seconds for kind, beside, timing in found}
+
+
 def main() -> None:
     out, world, rank = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     torch.set_num_threads(1)
     mesh.start(CPU)
     found = {}
     for check in (check_curves, check_bf16, check_tables, check_replicas, check_fully_sharded, check_wires, check_all_layers, check_experts,
-                  check_resume):
+                  check_contention, check_resume):
         try:
             found[check.__name__] = check(world, out)
         except Exception:
