@@ -99,8 +99,13 @@ def broad_instance(seed: int) -> tuple[ResolvedScenario, Calibration | None]:
         checkpoint={"*": "none"},
         exclude=Exclusions(sharding={"*": ("column_wise", "table_row_wise", "data_parallel", "host_cached")}),
     )
+    model = base.model
     if focus == "shardings":
         pins = dataclasses.replace(pins, exclude=Exclusions())
+        if seed % 16 in (4, 8):  # in one group, and some so small that a dense gradient is less than the rows asked for
+            tables = tuple(dataclasses.replace(t, rows=int(np.exp(rng.uniform(3.0, 9.0)))) for t in model.tables)
+            model = dataclasses.replace(model, tables=tables)
+            pins = dataclasses.replace(pins, layout={**layout, "sparse_group": cluster.num_ranks})
     if focus == "precisions":
         pins = dataclasses.replace(pins, layout={**layout, "sparse_group": cluster.num_ranks}, precision={k: "bf16" for k in base.pins.precision
                                                                                                     if k not in ("history.*", "interaction")})
@@ -112,7 +117,7 @@ def broad_instance(seed: int) -> tuple[ResolvedScenario, Calibration | None]:
         pins = dataclasses.replace(pins, layout={}, batching=None, transport=None, execution=None, sharding={"event": "table_wise", "*": "row_wise"},
                                    accumulation=None if rng.integers(2) else pins.accumulation, exclude=Exclusions(batching=tuple(map(str, closed))))
     options = dataclasses.replace(base.search, predict_only=True, risk_budget=float(rng.integers(5, 12)) if rng.integers(4) == 0 else None)
-    scenario = dataclasses.replace(base, cluster=cluster, pins=pins, search=options)
+    scenario = dataclasses.replace(base, cluster=cluster, model=model, pins=pins, search=options)
     return scenario, odd_calibration(device, seed) if seed // 4 % 2 else None
 
 

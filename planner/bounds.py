@@ -6,6 +6,7 @@ not the order of a step (a policy that recomputes puts its recomputation right b
 durations of whatever options a plan has, bounds that plan too:
 
     step >= constant + sum over regions r, options o of count(r, o) x coefficient(r, o) + slope x (load - 1)
+            + sum over data-parallel tables (planner.replication) + once where there is any
 
 where for each kind of task the coefficient counts the sweeps (forward or backward of a micro-batch) in which the chain passes all blocks of the
 region, times the option's duration; blocks of a sweep that it passes only in part are charged at the cheapest option. `load` is the heaviest
@@ -19,6 +20,7 @@ import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -31,7 +33,7 @@ from costmodel.plan import Plan, RegionOption, RegionPlan
 from costmodel.regions import regions
 from costmodel.sparse import TableLoads, expected_unique, ids_per_table, skew, state_bytes
 from costmodel.stepgraph import COMPUTE, HOST, StepGraph, Task
-from planner.space import MIN_COLUMNS, RegionChoice, divisors
+from planner.space import MIN_COLUMNS, RegionChoice, TableChoice, divisors
 
 Key = tuple[str, str, str, str]
 """(task name, phase, stream, what): what is `seconds`, `host` (launch) or `taken` (share x seconds)."""
@@ -207,12 +209,15 @@ def _windows(tasks: Sequence[Task], compute: list[int]) -> tuple[list[int], list
 class Durations:
     """Seconds by task key: of one block of each region under each choice, and of the tasks outside regions (`rest`).
 
-    `slopes`: added seconds of a task outside regions per unit of (heaviest rank's load over the mean - 1).
+    `slopes`: added seconds of a task outside regions per unit of (heaviest rank's load over the mean - 1). `tables`: added seconds of such a task per
+    data-parallel table, by table group, less than none where it saves; `once`: added where there is any such table.
     """
 
     regions: dict[str, dict[RegionChoice, dict[Key, float]]]
     rest: dict[Key, float]
     slopes: dict[Key, float]
+    tables: dict[Key, dict[str, float]] = dataclasses.field(default_factory=dict)
+    once: dict[Key, float] = dataclasses.field(default_factory=dict)
 
     def cheapest(self, region: str, key: Key) -> float:
         """The least over the region's choices; a choice without the task takes no time for it."""
@@ -333,6 +338,13 @@ def least_serving(plan: Plan, tokens: Mapping[str, float], served: float, prices
                 lookup = prices.ops([op("embedding_lookup", variant="sequence", ids=share * rows, **shape)], FORWARD).seconds
                 update = prices.ops([op("embedding_update", variant=table.optimizer, ids=share * rows * plan.accumulation, **shape)], STEP).seconds
                 found.append((lookup / elements, update / elements))
+            if prices.calibration is not None:
+                # on every rank: its own rows of the whole table
+                shape = {"unique": distinct, "dim": table.dim, "rows": table.rows, "tables": 1, "dtype": table.dtype}
+                own, elements = rows / group, rows / group * table.dim
+                lookup = prices.ops([op("embedding_lookup", variant="sequence", ids=own, **shape)], FORWARD).seconds
+                update = prices.ops([op("embedding_update", variant=table.optimizer, ids=own * plan.accumulation, **shape)], STEP).seconds
+                found.append((lookup / elements, update / elements))
             rates.append((count * rows * table.dim, *np.min(found, axis=0)))
     return _cheapest(served, [(r[1], r[0]) for r in rates]), _cheapest(served, [(r[2], r[0]) for r in rates])
 
@@ -351,16 +363,27 @@ def _cheapest(wanted: float, offers: list[tuple[float, float]]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """step >= constant + sum of coefficients[region][choice] x blocks + slope x (load - 1), seconds."""
+    """step >= constant + sum of coefficients[region][choice] x blocks + slope x (load - 1) + sum of tables[group] x its data-parallel tables + once
+    where there are any, seconds."""
 
     constant: float
     coefficients: dict[str, dict[RegionChoice, float]]
     slope: float
+    tables: dict[str, float] = dataclasses.field(default_factory=dict)
+    once: float = 0.0
 
-    def at(self, counts: Mapping[str, Mapping[RegionChoice, int]], load: float = 1.0) -> float:
-        """The bound for `counts` of blocks by region and choice."""
+    def at(
+        self,
+        counts: Mapping[str, Mapping[RegionChoice, int]],
+        load: float = 1.0,
+        tables: Mapping[str, Mapping[TableChoice, int]] = MappingProxyType({}),
+    ) -> float:
+        """The bound for `counts` of blocks by region and choice, of `tables` by group and sharding."""
+        local = {name: sum(n for c, n in by.items() if c.sharding == "data_parallel") for name, by in tables.items()}
         return (
             self.constant
+            + self.once * any(local.values())
+            + sum(self.tables.get(name, 0.0) * n for name, n in local.items())
             + self.slope * (load - 1.0)
             + sum(self.coefficients[r].get(c, 0.0) * n for r, by_choice in counts.items() for c, n in by_choice.items() if r in self.coefficients)
         )
@@ -374,7 +397,8 @@ def cut(graph: StepGraph, durations: Durations, blocks: Mapping[str, int]) -> Cu
     # passes of the chain by region, kind of task and sweep over the region's blocks
     passed: dict[tuple[str, Key], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     sweep = _sweeps(tasks, blocks)
-    constant = slope = 0.0
+    constant = slope = once = 0.0
+    local: dict[str, float] = defaultdict(float)
     for i, what in terms:
         if what == "entered by launch":
             continue
@@ -383,6 +407,9 @@ def cut(graph: StepGraph, durations: Durations, blocks: Mapping[str, int]) -> Cu
         if not task.region:
             constant += durations.rest.get(key, 0.0)
             slope += durations.slopes.get(key, 0.0)
+            once += durations.once.get(key, 0.0)
+            for name, seconds in durations.tables.get(key, {}).items():
+                local[name] += seconds
             continue
         passed[(task.region, key)][sweep[i]] += 1
         if task.phase == "backward" and task.name == task.region and what == SECONDS and i not in by_launch and not _recomputed_before(tasks, i):
@@ -394,7 +421,7 @@ def cut(graph: StepGraph, durations: Durations, blocks: Mapping[str, int]) -> Cu
         constant += extra * durations.cheapest(region, key)
         for choice, seconds in durations.regions[region].items():
             coefficients[region][choice] += whole * seconds.get(key, 0.0)
-    return Cut(constant=constant, coefficients=coefficients, slope=slope)
+    return Cut(constant=constant, coefficients=coefficients, slope=slope, tables=dict(local), once=once)
 
 
 def _recomputed_before(tasks: Sequence[Task], i: int) -> bool:

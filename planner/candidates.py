@@ -34,6 +34,7 @@ from costmodel.sparse import group_work
 from costmodel.wire import wire_bytes
 from planner.bounds import least_serving, mean_loads
 from planner.pricing import Pricing
+from planner.replication import below, steepest
 from planner.space import RegionChoice
 
 _EXPERTS = ("ep", "expert_all_to_all")
@@ -82,6 +83,8 @@ class _Bounds:
         distinct, pair_of = np.unique(block_of * len(moves) + move_of, return_inverse=True)
         dense = dense_times(blocks[distinct // len(moves)], moves[distinct % len(moves)], len(self.units))[pair_of]
         accumulation = self.columns["accumulation"]
+        local, local_of = self.per(("sparse_group", "transport", "local_batch", "accumulation"), self.local_savings)
+        before, saved = local[local_of].T
         lookups, turn, update = sparse[sparse_of].T
         exchanges, exchanged, tier, average = sent[sent_of].T
         each, update = lookups + exchanges, update + average
@@ -90,10 +93,11 @@ class _Bounds:
         # the exchange of gradients queues behind reductions on the same link
         queue = np.maximum(np.where(tier == move[:, -3], dense[:, 2], 0.0), np.where(tier == move[:, -2], dense[:, 3], 0.0))
         turned = np.maximum(dense[:, 1] + turn, np.where(exchanged > 0, queue, 0.0))
-        free = repeats + np.maximum(turned + exchanged + update, dense[:, 4])
+        # tables on every rank save exchanges; what their all-reduce costs may hide behind the last reduction
+        free = repeats + np.maximum(turned + exchanged + update - saved, dense[:, 4] - before)
         # compute alone, with what collectives take of it and what the memory makes it compute again
         again = accumulation * self.recomputation(block_of)
-        worked = (accumulation - 1) * (dense[:, 5] + turn + exchanged) + dense[:, 6] + turn + exchanged + update + again
+        worked = (accumulation - 1) * (dense[:, 5] + turn + exchanged) + dense[:, 6] + turn + exchanged + update + again - saved
         return self.slow * (accumulation * each + np.maximum(free, worked) + move[:, -1])
 
     def recomputation(self, block_of: np.ndarray) -> np.ndarray:
@@ -261,6 +265,31 @@ class _Bounds:
             [net.cost("all_to_all", ids, group).seconds + rows.seconds + gather, gradients.seconds, self.link(rows.tier, missing=-2.0), average]
         )
 
+    def local_savings(self, i: int, plan: Plan) -> np.ndarray:
+        """`(2,)`: the most seconds of a step that data-parallel tables save of the exchanges before the last backward, and of all exchanges less what
+        their all-reduce takes (planner.replication)."""
+        plan = dataclasses.replace(plan, batching="jagged")
+        tokens = {name: shape.tokens for name, shape in batch_shape(plan).sequences.items()}
+        tables = [t for t in self.pricing.local_tables(plan, tokens) if t.rows]
+        if not tables:
+            return np.zeros(2)
+        ids, sent, returned, *_ = self.sent[plan.layout.sparse_group, plan.local_batch]
+        net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
+        served = float(mean_loads(plan, tokens).served[0])
+        falls = []
+        for size, parts in ((ids, [8.0 * t.rows / ids if ids else 0.0 for t in tables]), (sent, [t.elements / served for t in tables]),
+                            (returned, [t.elements / served for t in tables])):
+            most = min(1.0, sum(t.count * part for t, part in zip(tables, parts)))
+            fall = steepest(lambda load, size=size: net.cost("all_to_all", size * load, group).seconds, 1.0 if most > 0.999 else most)
+            falls.append([fall * part for part in parts])
+        forward, backward = np.array(falls[0]) + np.array(falls[1]), np.array(falls[2])
+        fixed, slope = below(lambda size: net.cost("all_reduce", size, group).seconds,
+                             [*(t.gradient for t in tables), sum(t.count * t.gradient for t in tables)])
+        count, reduced = np.array([t.count for t in tables]), slope * np.array([t.gradient for t in tables])
+        net_saving = count @ np.maximum(0.0, plan.accumulation * (forward + backward) - reduced)
+        early = count @ (plan.accumulation * forward + (plan.accumulation - 1) * backward)
+        return np.array([early, max(0.0, net_saving - fixed)])
+
     def replica_seconds(self, plan: Plan, weights: float, state: float) -> tuple[float, float]:
         """(seconds of each micro-batch, of each step) that several replicas of a sparse group cost."""
         layout = plan.layout
@@ -319,7 +348,9 @@ class _Bounds:
         offloadable = [t for t in self.pricing.tied if any(c.sharding == "host_cached" for c in self.pricing.choices(t, group))]
         offloaded = sum(len(t.tables) * (t.group.weight_bytes + t.group.state_bytes) / group for t in offloadable)
         tables = max(0.0, loads.weights[0] + loads.state[0] - offloaded)
-        return np.array([tables, exchange_bytes(plan, loads), embedding_bytes(plan, batch), input_bytes(plan, batch)])
+        tokens = {n: s.tokens for n, s in batch.sequences.items()}
+        freed = sum(t.count * max(0.0, 8.0 * t.elements - t.gradient) for t in self.pricing.local_tables(plan, tokens))
+        return np.array([tables, exchange_bytes(plan, loads) - freed, embedding_bytes(plan, batch), input_bytes(plan, batch)])
 
     def reserved(self, block_of: np.ndarray) -> np.ndarray:
         """Least reserved bytes: everything that rests, tables spread evenly, and each block's leanest option."""

@@ -4,18 +4,20 @@
     variables   n[r,o]  blocks of region r under option o, integer      u[r,o] = 1 when n[r,o] > 0
                 x[g,s]  tables of group g sharded as s, integer         v[g,s] = 1 when x[g,s] > 0
                 T       step time [ms]; L >= 1 heaviest rank's rows over the mean; W, S fullest rank's table and state bytes [GiB]
+                d[g]    the x[g,s] of s = data-parallel, local(g) the share of an even rank's rows that one of them keeps off the exchange;
+                Y       1 when any table is data-parallel
 
     minimise    T + tie-break
 
     every block and table has one option                                                  -> add_unique_option_constraint
         sum_o n[r,o] = count(r),  sum_s x[g,s] = count(g),  u <= n <= count u,  v <= x <= count v
     a step lasts at least as long as each chain found (planner.bounds)                    -> add_time_constraint
-        T >= constant + sum n[r,o] coefficient[r,o] + slope (L - 1)
+        T >= constant + sum n[r,o] coefficient[r,o] + slope (L - 1) + sum d[g] coefficient[g] + once Y,  Y >= v[g,data-parallel]
     the heaviest rank carries the mean and the largest unsplittable shard                 -> add_table_load_constraint
-        L >= served(shard of g,s) v[g,s] / mean served,   W >= sum x[g,s] bytes(g,s) / G,  W >= bytes(shard) v[g,s],  S alike
+        L >= served(shard of g,s) v[g,s] / mean served + sum d[g] local(g),   W >= sum x[g,s] bytes(g,s) / G,  W >= bytes(shard) v[g,s],  S alike
     memory at the end of forward, in each run of equal blocks of backward, in the sparse phase and in the optimizer fits
                                                                                           -> add_memory_constraint
-        resting + W + S + buffer L + sum over blocks up to there (saved + kept unsharded) + workspace there + gradients so far <= usable
+        resting + W + S + buffer L + sum d[g] dense(g) + sum over blocks up to there (saved + kept unsharded) + workspace + gradients <= usable
     numeric risk                                                                          -> add_risk_constraint
         sum n[r,o] risk(o) <= budget
     solutions already seen are cut off                                                    -> add_no_good_constraint
@@ -68,7 +70,8 @@ class RegionRow:
 class TableRow:
     """A table group in the program. Per choice: device bytes per rank of one table spread evenly, bytes and served share of its largest shard.
 
-    `state`: the same for the optimizer's state; `served`: elements of the largest shard over the mean rank's elements; `effort`: tie-break.
+    `state`: the same for the optimizer's state; `served`: elements of the largest shard over the mean rank's elements; `effort`: tie-break. `local`:
+    share of the mean rank's elements that one data-parallel table keeps off the exchange, `dense`: bytes that its buffers take more.
     """
 
     name: str
@@ -79,6 +82,13 @@ class TableRow:
     shard_state: dict[TableChoice, float]
     served: dict[TableChoice, float]
     effort: dict[TableChoice, float]
+    local: float = 0.0
+    dense: float = 0.0
+
+    @property
+    def replicated(self) -> tuple[TableChoice, ...]:
+        """Its data-parallel choice, if it has one."""
+        return tuple(c for c in self.weights if c.sharding == "data_parallel")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +164,7 @@ class CandidateProgram:
     def add_variables(self, problem: pulp.LpProblem) -> None:
         self.T = problem.add_variable("T", 0)
         self.L, self.W, self.S = problem.add_variable("L", 1), problem.add_variable("W", 0), problem.add_variable("S", 0)
+        self.Y = problem.add_variable("Y", 0, 1)
         self.n, self.u, self.x, self.v = {}, {}, {}, {}
         for i, row in enumerate(self.regions):
             for j, choice in enumerate(row.memory):
@@ -194,7 +205,12 @@ class CandidateProgram:
     def add_time_constraint(self, problem: pulp.LpProblem) -> None:
         for k, chain in enumerate(self.cuts):
             blocks = pulp.lpSum(chain.coefficients[row.name].get(c, 0.0) / MILLI * self.n[row.name, c] for row in self.regions for c in row.memory)
-            problem += chain.constant / MILLI + blocks + chain.slope / MILLI * (self.L - 1) <= self.T, f"chain_{k}"
+            tables = pulp.lpSum(chain.tables.get(row.name, 0.0) / MILLI * self.x[row.name, c] for row in self.tables for c in row.replicated)
+            time = chain.constant / MILLI + blocks + chain.slope / MILLI * (self.L - 1) + tables + chain.once / MILLI * self.Y
+            problem += time <= self.T, f"chain_{k}"
+        for i, row in enumerate(self.tables):
+            for c in row.replicated:
+                problem += self.v[row.name, c] <= self.Y, f"shard_replicated_{i}"
 
     def add_table_load_constraint(self, problem: pulp.LpProblem) -> None:
         for name, variable, mean, largest in (("weights", self.W, "weights", "shard"), ("state", self.S, "state", "shard_state")):
@@ -206,15 +222,18 @@ class CandidateProgram:
                 for j, c in enumerate(row.weights):
                     if getattr(row, largest)[c] > getattr(row, mean)[c] * row.count:
                         problem += variable >= getattr(row, largest)[c] / GIB * self.v[row.name, c], f"shard_{name}_{i}_{j}"
+        local = pulp.lpSum(row.local * self.x[row.name, c] for row in self.tables for c in row.replicated if row.local)
+        most = sum(row.local * row.count for row in self.tables if row.replicated)
         for i, row in enumerate(self.tables):
             for j, c in enumerate(row.weights):
-                if row.served[c] > 1.0:
-                    problem += row.served[c] * self.v[row.name, c] <= self.L, f"shard_load_{i}_{j}"
+                if row.served[c] + most > 1.0 and row.served[c] > 0.0:
+                    problem += row.served[c] * self.v[row.name, c] + local <= self.L, f"shard_load_{i}_{j}"
 
     def add_memory_constraint(self, problem: pulp.LpProblem, usable: float, missing: pulp.LpVariable | None) -> None:
         memory = self.memory
         tables = memory.table_share * (self.W + self.S)
-        resting = (memory.resting - memory.buffer) / GIB + tables + memory.buffer / GIB * self.L
+        dense = pulp.lpSum(row.dense / GIB * self.x[row.name, c] for row in self.tables for c in row.replicated)
+        resting = (memory.resting - memory.buffer) / GIB + tables + memory.buffer / GIB * self.L + dense
         right = usable / GIB if missing is None else usable / GIB + missing
         for name, bytes_there in self.peaks():
             problem += resting + memory.embeddings / GIB + bytes_there <= right, f"memory_{name}"
@@ -393,7 +412,8 @@ def undominated(
 
 
 def undominated_tables(row: TableRow) -> TableRow:
-    """The table group without shardings that another one beats in bytes, load and effort: the program's bound stays what it is."""
+    """The table group without shardings that another one beats in bytes, load and effort: the program's bound stays what it is. Data-parallel tables
+    also change the step, so they are beside the others."""
     fields = ("weights", "shard", "state", "shard_state", "served", "effort")
 
     def figures(c: TableChoice) -> tuple[float, ...]:
@@ -402,7 +422,8 @@ def undominated_tables(row: TableRow) -> TableRow:
 
     kept: list[TableChoice] = []
     for choice in sorted(row.weights, key=lambda c: row.effort[c]):
-        if not any(all(a <= b for a, b in zip(figures(k), figures(choice))) for k in kept):
+        beside = choice in row.replicated
+        if beside or not any(all(a <= b for a, b in zip(figures(k), figures(choice))) for k in kept if k not in row.replicated):
             kept.append(choice)
     kept = [c for c in row.weights if c in kept]
     return dataclasses.replace(row, **{f: {c: getattr(row, f)[c] for c in kept} for f in fields})

@@ -2,7 +2,7 @@
 
 After a few no-good cuts an integer program that is nearly tied everywhere becomes slow to prove, while a program with few choices has few
 points. Its own rows are
-evaluated for every point: T, L, W and S take the least values that their rows allow, what breaks another row is out.
+evaluated for every point: T, L, W, S and Y take the least values that their rows allow, what breaks another row is out.
 """
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Points:
         self.offsets = list(itertools.accumulate([b.shape[1] for b in blocks], initial=0))
         problem = program.build(no_goods=False)
         # a variable that no row of the program uses is none of the problem's
-        names = dict.fromkeys([v.name for v in (program.T, program.L, program.W, program.S)] + [v.name for v in problem.variables()])
+        names = dict.fromkeys([v.name for v in (program.T, program.L, program.W, program.S, program.Y)] + [v.name for v in problem.variables()])
         self.column = {name: k for k, name in enumerate(names)}
         values = np.zeros((len(self.counts), len(self.column)))
         names = [*program.n.items(), *program.x.items()]
@@ -67,8 +67,8 @@ class Points:
         self.refresh()
 
     def _settle(self, problem: pulp.LpProblem) -> None:
-        """The least L, W and S of every point, then the rows that do not hold."""
-        for variable in (self.program.L, self.program.W, self.program.S):
+        """The least L, W, S and Y of every point, then the rows that do not hold."""
+        for variable in (self.program.L, self.program.W, self.program.S, self.program.Y):
             column = self.column[variable.name]
             least = np.full(len(self.values), variable.lowBound or 0.0)
             for row in problem.constraints():
@@ -84,11 +84,14 @@ class Points:
 
     def refresh(self) -> None:
         """Takes in the chains that were added."""
-        load = self.values[:, self.column[self.program.L.name]] - 1.0
+        load, any_local = self.values[:, self.column[self.program.L.name]] - 1.0, self.values[:, self.column[self.program.Y.name]]
+        shardings = [(t.name, c) for t in self.program.tables for c in t.weights]
         for chain in self.program.cuts[self.chains:]:
             coefficients = np.array([chain.coefficients[r.name].get(c, 0.0) for r in self.program.regions for c in r.memory])
             blocks = self.counts[:, :len(coefficients)] @ coefficients
-            self.seconds = np.maximum(self.seconds, chain.constant + blocks + chain.slope * load)
+            local = np.array([chain.tables.get(name, 0.0) * (c.sharding == "data_parallel") for name, c in shardings])
+            tables = self.counts[:, len(coefficients):] @ local + chain.once * any_local
+            self.seconds = np.maximum(self.seconds, chain.constant + blocks + chain.slope * load + tables)
         self.chains = len(self.program.cuts)
 
     def best(self) -> int | None:

@@ -9,14 +9,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.blocks.base import QUANTIZED
 from costmodel.calibration import Calibration
-from costmodel.comms import layout_groups, network
+from costmodel.comms import GroupShape, Network, layout_groups, network
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, batch_shape, lower, pricer
 from costmodel.memory import BlockMemory, Memory, keeps_unsharded, memory, option_memory, reserving
@@ -26,7 +26,7 @@ from costmodel.precision import emulated
 from costmodel.regions import Region, regions
 from costmodel.simulate import simulate
 from costmodel.sparse import expected_unique, ids_per_table, skew, state_bytes
-from costmodel.stepgraph import StepGraph
+from costmodel.stepgraph import StepGraph, Task
 from planner.bounds import (
     SECONDS,
     Cut,
@@ -46,6 +46,7 @@ from planner.bounds import (
 from planner.ilp import CandidateProgram, Choice, MemoryRow, RegionRow, TableRow, undominated, undominated_tables
 from planner.placement import Group, Items, place
 from planner.points import MAX_POINTS
+from planner.replication import REPLICA_TASKS, LocalTable, below, steepest
 from planner.scenario import ResolvedScenario
 from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, low_precision_pins, predict_only_reasons, table_choices
 
@@ -188,17 +189,23 @@ class Pricing:
         tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
         loads = mean_loads(plan, tokens)
         fastest = {name: min(by, key=lambda c: sum(v for k, v in by[c].items() if k[3] == "seconds")) for name, by in kept.items()}
-        lowered = self.lower(dataclasses.replace(plan, regions=uniform(scenario.model, fastest)), loads=loads)
-        rest = rest_durations(lowered.graph)
+        local = self.local_tables(plan, tokens)
+        # the chain of an all-reduce that some plans have holds for those without: it then takes no time
+        shown = dataclasses.replace(loads, replicated=min((t.gradient for t in local), default=0.0) / 4.0)
+        lowered = self.lower(dataclasses.replace(plan, regions=uniform(scenario.model, fastest)), loads=shown)
+        lowered = dataclasses.replace(lowered, loads=loads)
+        rest = {key: seconds for key, seconds in rest_durations(lowered.graph).items() if key[0] != "tables all-reduce"}
         if plan.layout.sparse_group > 1:
             # what the busiest rank serves, and how many ops it launches for that, is up to the placement
             served = dict(zip(_SERVING, least_serving(plan, tokens, float(loads.served.mean()), pricer(plan, self.calibration))))
             rest = {key: (served[key[0]] if key[3] == SECONDS else 0.0) if key[0] in served else value for key, value in rest.items()}
-        slopes = self.slopes(plan, lowered.graph) if plan.layout.sparse_group > 1 else {}
-        all_durations = Durations(regions=kept, rest=rest, slopes=slopes)
+        most_local = sum(t.count * t.elements for t in local) / max(float(loads.served[0]), 1e-300)
+        slopes = self.slopes(plan, lowered.graph, min(1.0, most_local)) if plan.layout.sparse_group > 1 else {}
+        tables, once = self.replicating(plan, lowered.graph, local, float(loads.served[0])) if local else ({}, {})
+        all_durations = Durations(regions=kept, rest=rest, slopes=slopes, tables=tables, once=once)
         program = CandidateProgram(
             regions=rows,
-            tables=self.table_rows(plan, tokens, float(loads.served[0])),
+            tables=self.table_rows(plan, tokens, float(loads.served[0]), {t.name: t for t in local}),
             memory=self.memory_row(plan, lowered, fastest, memories),
             durations=all_durations,
             risk_budget=scenario.search.risk_budget,
@@ -248,24 +255,87 @@ class Pricing:
             self._durations[key] = found
         return self._durations[key]
 
-    def slopes(self, plan: Plan, graph: StepGraph) -> dict[Key, float]:
+    def slopes(self, plan: Plan, graph: StepGraph, most_local: float) -> dict[Key, float]:
         """Added seconds of each exchange per unit of load over the mean: the least secant, so that the line stays below a measured curve's bends.
 
-        Lookups and updates have none (`planner.bounds.least_serving`).
+        Lookups and updates have none (`planner.bounds.least_serving`). `most_local`: the largest share of the exchange that tables on every rank may
+        take off it; lines then start there too, and ids, whose share is another one, count as even.
         """
         net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
         cap, loads = contention_cap(graph.tasks), np.geomspace(1.02, max(2.0, group.size), 10)
         least: dict[Key, float] = {}
         for task in {(t.name, t.phase, t.stream): t for t in graph.tasks if t.name in _EXCHANGES}.values():
-            even = task_keys(task, cap)
-            for load in loads:
-                cost = net.cost("all_to_all", task.bytes, group, max_over_mean=float(load))
-                share = cost.share if task.sm_fraction else 0.0
-                heavy = task_keys(dataclasses.replace(task, seconds=cost.seconds, sm_fraction=share), cap)
-                for key, seconds in heavy.items():
-                    secant = max(0.0, seconds - even[key]) / (load - 1.0)
-                    least[key] = min(least.get(key, secant), secant)
+            if most_local and task.name == "ids":
+                continue
+            for begin in sorted({1.0, 1.0 - most_local / 2, max(1e-3, 1.0 - most_local)}):
+                even = self.exchanged(task, begin, net, group, cap)
+                for load in loads:
+                    heavy = self.exchanged(task, begin + float(load) - 1.0, net, group, cap)
+                    for key, seconds in heavy.items():
+                        secant = max(0.0, seconds - even[key]) / (load - 1.0)
+                        least[key] = min(least.get(key, secant), secant)
         return {key: float(slope) for key, slope in least.items() if slope > 0}
+
+    @staticmethod
+    def exchanged(task: Task, load: float, net: Network, group: GroupShape, cap: float) -> dict[Key, float]:
+        """An exchange of `load` times the task's bytes on the heaviest rank."""
+        cost = net.cost("all_to_all", task.bytes * min(load, 1.0), group, max_over_mean=max(1.0, load))
+        return task_keys(dataclasses.replace(task, seconds=cost.seconds, sm_fraction=cost.share if task.sm_fraction else 0.0), cap)
+
+    def local_tables(self, plan: Plan, tokens: Mapping[str, float]) -> list[LocalTable]:
+        """The tables that may be on every rank of a sparse group, or are pinned there."""
+        group = plan.layout.sparse_group
+        if group == 1 or plan.exchange != "rows":
+            return []
+        pinned = {p.table for p in plan.tables}
+        return [
+            LocalTable.of(t.name, len(t.tables), t.group, t.zipf, plan.local_batch, dict(tokens), group, pinned=t.tables[0] in pinned)
+            for t in self.tied
+            if any(c.sharding == "data_parallel" for c in self.choices(t, group))
+        ]
+
+    def replicating(
+        self, plan: Plan, graph: StepGraph, local: Sequence[LocalTable], served: float
+    ) -> tuple[dict[Key, dict[str, float]], dict[Key, float]]:
+        """(added seconds of a task outside regions per data-parallel table by its group, added where there is any); `served`: elements that an even
+        rank exchanges with no such table."""
+        net, groups, cap = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout), contention_cap(graph.tasks)
+        found: dict[Key, dict[str, float]] = {}
+        once: dict[Key, float] = {}
+        free = [t for t in local if t.rows]
+        everything = sum(t.count for t in free) + len(self.pinned_tables) == sum(len(t.tables) for t in self.tied)
+        for task in {(t.name, t.phase, t.stream): t for t in graph.tasks if not t.region}.values():
+            if task.name in _EXCHANGES and free:
+                parts = {t.name: 8.0 * t.rows / task.bytes if task.name == "ids" else t.elements / served for t in free}
+                most = 1.0 if everything else min(1.0, sum(t.count * parts[t.name] for t in free))
+                for key in task_keys(task, cap):
+                    fall = steepest(lambda load, task=task, key=key: self.exchanged(task, load, net, groups["sparse_group"], cap)[key], most)
+                    found[key] = {name: -fall * part for name, part in parts.items()}
+            elif task.name == "counts" and everything:
+                found |= {key: {t.name: -value / sum(o.count for o in free) for t in free} for key, value in task_keys(task, cap).items()}
+            elif task.name == "tables all-reduce":
+                sizes = [*(t.gradient for t in local), sum(t.count * t.gradient for t in local)]
+                priced = functools.partial(self.grown, task, "all_reduce", net=net, group=groups["sparse_group"], share=1.0, cap=cap)
+                for key in task_keys(task, cap):
+                    fixed, slope = below(lambda size, key=key, priced=priced: priced(size)[key], sizes)
+                    found[key], once[key] = {t.name: slope * t.gradient for t in local}, fixed
+            elif task.name in REPLICA_TASKS:
+                share = 1.0 / plan.layout.sync_every if task.name == "tables average" else 1.0
+                most, even = sum(t.count * t.held(task.name) for t in local), task_keys(task, cap)
+                for part in np.linspace(most / 8, most, 8):
+                    size = task.bytes / share + float(part)
+                    more = self.grown(task, REPLICA_TASKS[task.name], size, net, groups["sparse_replicas"], share, cap)
+                    for key, seconds in more.items():
+                        secant = max(0.0, seconds - even[key]) / part
+                        slopes = {t.name: secant * t.held(task.name) for t in local}
+                        found[key] = {name: min(found.get(key, slopes)[name], value) for name, value in slopes.items()}
+        return found, once
+
+    @staticmethod
+    def grown(task: Task, kind: str, size: float, net: Network, group: GroupShape, share: float, cap: float) -> dict[Key, float]:
+        """A collective of another size that `share` of the steps run."""
+        cost = net.cost(kind, size, group)
+        return task_keys(dataclasses.replace(task, seconds=cost.seconds * share, sm_fraction=cost.share if task.sm_fraction else 0.0), cap)
 
     def memory_row(self, plan: Plan, lowered: Lowered, fastest: Mapping[str, RegionChoice], memories: Mapping) -> MemoryRow:
         """What rests and what a phase adds, in allocated bytes."""
@@ -292,7 +362,7 @@ class Pricing:
 
     # --- tables ---
 
-    def table_rows(self, plan: Plan, tokens: Mapping[str, float], mean_served: float) -> list[TableRow]:
+    def table_rows(self, plan: Plan, tokens: Mapping[str, float], mean_served: float, local: Mapping[str, LocalTable]) -> list[TableRow]:
         group, rows = plan.layout.sparse_group, []
         for tied in self.tied:
             table = tied.group
@@ -321,6 +391,8 @@ class Pricing:
                         for c, (r, w) in shards.items()
                     },
                     effort={c: effort(c, table, group) for c in choices},
+                    local=local[tied.name].elements / max(mean_served, 1e-300) if tied.name in local else 0.0,
+                    dense=local[tied.name].gradient - 8.0 * local[tied.name].elements if tied.name in local else 0.0,
                 )
             )
         return (
@@ -442,6 +514,8 @@ def scaled(chain: Cut, factor: float) -> Cut:
         constant=chain.constant * factor,
         slope=chain.slope * factor,
         coefficients={r: {c: s * factor for c, s in by.items()} for r, by in chain.coefficients.items()},
+        tables={name: s * factor for name, s in chain.tables.items()},
+        once=chain.once * factor,
     )
 
 

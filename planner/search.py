@@ -178,7 +178,7 @@ class Search:
         priced = self.pricing.price(plan, here.choice)
         if here.chains < MAX_CHAINS:
             chain = self.pricing.chain(priced, here.program)
-            if chain.at(here.choice.regions) > here.choice.seconds * (1.0 + SAME):
+            if chain.at(here.choice.regions, tables=here.choice.tables) > here.choice.seconds * (1.0 + SAME):
                 here.program.cuts.append(chain)
                 if whatever:
                     self.record(i, priced)

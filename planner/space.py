@@ -56,11 +56,11 @@ PREDICT_ONLY = {
     "compile": "the runtime does not compile its blocks yet",
     "cuda_graph": "the runtime does not capture graphs yet",
 }
-UNPRICED = {
-    "data_parallel": "the search's bound is for tables that are exchanged; pin it to allow it",
-    "host_cached": "the search's program does not price fetching rows; pin it to allow it",
-}
+UNPRICED = {"host_cached": "the search's program does not price fetching rows; pin it to allow it"}
 """Shardings that are executed and estimated, but chosen by a pin only."""
+MAX_REPLICATED = 2.0**26
+"""Bytes of the largest dense gradient of a table that is offered on every rank: it is all-reduced whole in each step, an exchange moves only rows
+that are asked for."""
 DRIFT = "replicas of the tables drift apart between averages, which changes training; pin layout.sync_every to allow it"
 """Why `sync_every` > 1 is never chosen by itself: it is always faster, and never the same mathematics."""
 UNASKED = "below 16 bits training changes; pin precision, or set search.risk_budget, to allow it"
@@ -493,6 +493,10 @@ def table_choices(
             reason = Excluded(what=f"sharding {sharding}", why="a sparse group of one rank holds every table whole", kind="illegal")
         if reason is None and sharding == "table_row_wise" and group <= local and sharding != pinned:
             reason = Excluded(what=f"sharding {sharding}", why="the sparse group is inside one host: the same as row_wise", kind="illegal")
+        gradient = 4.0 * table.rows * (table.dim + 1)
+        if reason is None and sharding == "data_parallel" and gradient > MAX_REPLICATED and sharding != pinned:
+            why = f"{gradient / 2**20:,.0f} MiB of gradients would be all-reduced each step, at most {MAX_REPLICATED / 2**20:.0f} are offered; pin it"
+            reason = Excluded(what=f"sharding {sharding} of {table.name}", why=why, kind="excluded")
         if reason is None and sharding in UNPRICED and sharding != pinned:
             reason = Excluded(what=f"sharding {sharding}", why=UNPRICED[sharding], kind="excluded")
         if reason is None and sharding == "host_cached" and not (scenario.cluster.host_memory_bytes and scenario.cluster.device.host_link_bandwidth):
