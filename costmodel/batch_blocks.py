@@ -24,6 +24,14 @@ class _Shapes:
         self.shapes = shapes
         self.samples, self.tokens, self.longest = (np.array([getattr(s, name) for s in shapes]) for name in ("samples", "tokens", "longest"))
         self._pairs: dict[tuple[tuple[str, object], ...], np.ndarray] = {}
+        self._newest: dict[int, _Shapes] = {}
+
+    def newest(self, limit: int | None) -> _Shapes:
+        if limit is None:
+            return self
+        if limit not in self._newest:
+            self._newest[limit] = _Shapes([s.newest(limit) for s in self.shapes])
+        return self._newest[limit]
 
     def pairs(self, **masks: object) -> np.ndarray:
         key = tuple(sorted(masks.items()))

@@ -68,8 +68,8 @@ class TableGroup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGroup:
-    """`count` identical blocks of one `kind` (a key of `costmodel.blocks.BLOCKS`), which take one precision and one checkpoint policy each.
+class Layer:
+    """One block of a `kind` (a key of `costmodel.blocks.BLOCKS`).
 
     Fields that a kind does not use must keep their defaults (checked by the kind's class): `heads`, `head_dim` for attention; `mlp_dim` for blocks
     with a feed-forward part; `window`, `causal` for masks; `divisor`: what HSTU and GDPA divide scores by, fixed, never the batch's maximum;
@@ -77,7 +77,6 @@ class LayerGroup:
     """
 
     kind: str
-    count: int = 1
     heads: int = 0
     head_dim: int = 0
     mlp_dim: int = 0
@@ -91,9 +90,27 @@ class LayerGroup:
     sequence: str | None = None
     options: dict[str, float] = dataclasses.field(default_factory=dict)
 
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup(Layer):
+    """`count` identical blocks, which take one precision and one checkpoint policy each.
+
+    Of a `pyramid` level: `branches`, the layers that it runs side by side; `newest`: how many of a history's newest events it and everything after it
+    see (default: as many as the level before).
+    """
+
+    count: int = 1
+    newest: int | None = None
+    branches: tuple[Layer, ...] = ()
+
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"layer {self.kind}: count must be >= 1, got {self.count}")
+
+    @classmethod
+    def of_layer(cls, layer: Layer) -> LayerGroup:
+        """One block of `layer`."""
+        return cls(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(Layer)})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +123,20 @@ class Sequence:
     name: str
     layers: tuple[LayerGroup, ...]
     next_event: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.next_event is not None and self.limits[-1] is not None:
+            raise ValueError(f"sequence {self.name}: next_event needs all events of a history, but its layers keep the newest {self.limits[-1]}")
+
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """The most events of a history that each layer group sees, then what leaves them; None: all."""
+        found: list[int | None] = []
+        limit: int | None = None
+        for group in self.layers:
+            limit = min((n for n in (limit, group.newest) if n is not None), default=None)
+            found.append(limit)
+        return (*found, limit)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,17 +62,17 @@ def _build(model: Model) -> tuple[Region, ...]:
         num_tables = sum(t.count for t in model.tables if t.sequence == name)
         found.append(Region(name=f"{name}.input", count=1, sequence=name,
                             block=SequenceInput(name, model.sequence_width(name), num_tables, model.dim)))
-        for i, group in enumerate(sequence.layers):
-            found.append(Region(name=f"{name}.{i}", count=group.count, sequence=name, block=block_class(group)(group, model.dim, name)))
-        found.append(Region(name=f"{name}.summary", count=1, sequence=name, block=Summary(name, model.dim)))
+        for i, (group, limit) in enumerate(zip(sequence.layers, sequence.limits)):
+            found.append(Region(name=f"{name}.{i}", count=group.count, sequence=name, block=block_class(group)(group, model.dim, name, limit)))
+        found.append(Region(name=f"{name}.summary", count=1, sequence=name, block=Summary(name, model.dim, sequence.limits[-1])))
         if sequence.next_event is not None:
             found.append(Region(name=f"{name}.next", count=1, sequence=name, block=NextEvent(name, model.dim, model.table(sequence.next_event).rows)))
     if model.num_dense_features:
         found.append(Region(name="bottom", count=1, block=Mlp("bottom", model.num_dense_features, model.bottom_hidden, concat=False)))
-    width = model.interaction_width
+    width, left = model.interaction_width, {s.name: s.limits[-1] for s in model.sequences}
     for i, group in enumerate(repeated(model.interaction_layers)):
         made = known(INTERACTION_BLOCKS, group, "interaction layer")(group, num_tokens=width // model.feature_dim, feature_dim=model.feature_dim,
-                                                                     dim=model.dim, first=not i)
+                                                                     dim=model.dim, first=not i, limit=left.get(group.sequence))
         found.append(Region(name=f"interaction.{i}", count=1, block=made, sequence=group.sequence or ""))
         width = made.num_outputs * model.feature_dim
     found.append(Region(name="interaction", count=1, block=Mlp("interaction", width, model.interaction_hidden, concat=not model.interaction_layers,

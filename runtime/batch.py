@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,8 @@ class Batch:
 
     ids: table group name -> int64 ids, table-major. offsets: pooled group name -> `(C * B + 1,)` int64 bag boundaries.
     sequence_offsets: sequence name -> `(B + 1,)` int64 event boundaries. max_lengths: sequence name -> longest history of this
-    batch, a host int (asking a device tensor for it would synchronise). dense: `(B, num_dense_features)` fp32 or None.
+    batch, a host int (asking a device tensor for it would synchronise). lengths: sequence name -> `(B,)` events of each history, on the host for
+    the same reason. dense: `(B, num_dense_features)` fp32 or None.
     labels: `(B, num_heads)` fp32 in [0, 1].
     """
 
@@ -26,6 +28,7 @@ class Batch:
     offsets: dict[str, Tensor]
     sequence_offsets: dict[str, Tensor]
     max_lengths: dict[str, int]
+    lengths: dict[str, np.ndarray]
     dense: Tensor | None
     labels: Tensor
     num_samples: int

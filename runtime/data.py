@@ -281,7 +281,7 @@ def _batch(ids: dict[str, np.ndarray], offsets: dict[str, np.ndarray], lengths: 
         ids={name: torch.from_numpy(np.ascontiguousarray(v)) for name, v in ids.items()},
         offsets={name: torch.from_numpy(v) for name, v in offsets.items()},
         sequence_offsets={name: torch.from_numpy(_offsets(v)) for name, v in lengths.items()},
-        max_lengths={name: int(v.max(initial=0)) for name, v in lengths.items()},
+        max_lengths={name: int(v.max(initial=0)) for name, v in lengths.items()}, lengths=lengths,
         dense=None if dense is None else torch.from_numpy(np.ascontiguousarray(dense)),
         labels=torch.from_numpy(np.ascontiguousarray(labels)), num_samples=len(labels))
 

@@ -12,10 +12,11 @@ from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
 from costmodel.blocks.interaction import InteractionBlock, InterFormer, Wukong
 from costmodel.blocks.llama import Llama, NextEvent
 from costmodel.blocks.masknet import MaskNet
+from costmodel.blocks.pyramid import Pyramid
 from costmodel.codec import suggest
 from costmodel.model import LayerGroup
 
-BLOCKS: dict[str, type[SequenceBlock]] = {cls.kind: cls for cls in (SelfAttention, Gdpa, BlockAttention, Hstu, Llama, MaskNet)}
+BLOCKS: dict[str, type[SequenceBlock]] = {cls.kind: cls for cls in (SelfAttention, Gdpa, BlockAttention, Hstu, Llama, MaskNet, Pyramid)}
 INTERACTION_BLOCKS: dict[str, type[InteractionBlock]] = {cls.kind: cls for cls in (Wukong, InterFormer, DcnCross)}
 EXPERT_BLOCKS: dict[str, type[Experts]] = {cls.kind: cls for cls in (Experts,)}
 

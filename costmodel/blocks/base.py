@@ -40,7 +40,7 @@ FP32_BYTES = 4.0
 MX4_BYTES = 0.5 + 1 / 32
 QUANTIZED = ("quantized", "quantized4")
 _LAYER_FIELDS = ("heads", "head_dim", "mlp_dim", "causal", "window", "divisor", "activation", "block", "num_queries", "num_experts",
-                 "options", "sequence")
+                 "options", "sequence", "newest", "branches")
 _LAYER_DEFAULTS = {f.name: f.default if f.default is not dataclasses.MISSING else {} for f in dataclasses.fields(LayerGroup)}
 
 
@@ -80,6 +80,31 @@ class JaggedShape:
     def padded(self) -> JaggedShape:
         """Every history as long as the longest."""
         return dataclasses.replace(self, lengths=np.array([self.longest]), weights=np.array([self.samples]))
+
+    def newest(self, limit: int | None) -> JaggedShape:
+        """The newest `limit` events of every history (None: all). What the slowest rank has over the average shrinks as the regression of what is
+        kept on the whole says: long histories no longer differ."""
+        if limit is None or self.lengths.max(initial=0) <= limit:
+            return self
+        if limit not in self._newest:
+            kept = np.minimum(self.lengths, limit)
+            factors = (self.token_factor, self.lengths, kept), (self.pair_factor, _square(self.lengths, True), _square(kept, True))
+            tokens, pairs = (1.0 + (factor - 1.0) * self._regression(whole, part) for factor, whole, part in factors)
+            self._newest[limit] = dataclasses.replace(self, lengths=kept, longest=min(self.longest, float(limit)), token_factor=tokens,
+                                                      pair_factor=pairs)
+        return self._newest[limit]
+
+    @functools.cached_property
+    def _newest(self) -> dict[int, JaggedShape]:
+        return {}
+
+    def _regression(self, whole: np.ndarray, part: np.ndarray) -> float:
+        """Relative growth of the mean of `part` with that of `whole`, by histories; 1 where they are all alike."""
+        p = self.weights / self.samples
+        mean, kept = float(p @ whole), float(p @ part)
+        centred = p * (whole - mean)
+        variance = float(centred @ whole)
+        return float(centred @ part) / variance * mean / kept if variance > 1e-9 * mean * mean and kept > 0 else 1.0
 
     def scaled(self, tokens: float, pairs: float) -> JaggedShape:
         """The slowest rank's shape, with its factors over the average."""
@@ -147,10 +172,11 @@ def activation_dtype(precision: str) -> str:
 
 class Block(abc.ABC):
     """One block of a region. Subclasses are immutable after construction and state the source of their formulas. `keeps_16_bits`: linear layers that
-    no precision below 16 bits touches."""
+    no precision below 16 bits touches; `limit`: the most events of a history that it sees."""
 
     kind: str
     keeps_16_bits: tuple[str, ...] = ()
+    limit: int | None = None
 
     @property
     @abc.abstractmethod
@@ -164,6 +190,11 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         """Every tensor that a policy may keep."""
+
+    @property
+    def parts(self) -> tuple[Block, ...]:
+        """The blocks that this one runs: itself, or its branches."""
+        return (self,)
 
     @functools.cached_property
     def num_parameters(self) -> int:
@@ -275,14 +306,14 @@ class LayerBlock(Block):
 
 
 class SequenceBlock(LayerBlock):
-    """A block of a sequence's layer group: `(T, D)` to `(T, D)`."""
+    """A block of a sequence's layer group: `(T, D)` to `(T, D)`; of every history it sees the newest `limit` events."""
 
-    def __init__(self, group: LayerGroup, dim: int, sequence: str) -> None:
+    def __init__(self, group: LayerGroup, dim: int, sequence: str, limit: int | None = None) -> None:
         self.validate(group)
-        self.group, self.dim, self.sequence = group, dim, sequence
+        self.group, self.dim, self.sequence, self.limit = group, dim, sequence, limit
 
     def shape(self, batch: BatchShape) -> JaggedShape:
-        return batch.sequences[self.sequence]
+        return batch.sequences[self.sequence].newest(self.limit)
 
     def causal_excess(self, batch: BatchShape) -> float:
         return 2.0 * self.shape(batch).tokens * self.width if self.group.causal else 0.0

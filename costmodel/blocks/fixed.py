@@ -11,6 +11,7 @@ from costmodel.blocks.base import (
     MATRIX,
     BatchShape,
     Block,
+    JaggedShape,
     Saved,
     activation_dtype,
     linear_parameters,
@@ -50,20 +51,23 @@ class Summary(Block):
 
     kind = "summary"
 
-    def __init__(self, sequence: str, dim: int) -> None:
-        self.sequence, self.dim = sequence, dim
+    def __init__(self, sequence: str, dim: int, limit: int | None = None) -> None:
+        self.sequence, self.dim, self.limit = sequence, dim, limit
 
     @property
     def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return (*norm_parameters("norm", self.dim), *linear_parameters("linear", 2 * self.dim, self.dim))
 
     def forward(self, batch: BatchShape, precision: str = "fp32") -> tuple[Op, ...]:
-        tokens, low = batch.sequences[self.sequence].tokens, activation_dtype(precision)
+        tokens, low = self.shape(batch).tokens, activation_dtype(precision)
         return (layer_norm(tokens, self.dim, low), op("segment_mean", m=tokens, n=self.dim, segments=batch.samples, dtype=low),
                 elementwise("cat", batch.samples, 2 * self.dim, low), linear(batch.samples, 2 * self.dim, self.dim, precision))
 
+    def shape(self, batch: BatchShape) -> JaggedShape:
+        return batch.sequences[self.sequence].newest(self.limit)
+
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
-        rows = batch.sequences[self.sequence].tokens
+        rows = self.shape(batch).tokens
         return (*norm_saved("norm", rows, self.dim, INPUT), Saved("linear.input", batch.samples * 2 * self.dim, CHEAP, rows=batch.samples),
                 Saved("linear", batch.samples * self.dim, DROPPED, rows=batch.samples))
 

@@ -25,11 +25,12 @@ from costmodel.ops import Op, activation, attention, bmm, elementwise, layer_nor
 
 
 class InteractionBlock(LayerBlock):
-    """`(B, num_tokens, d)` to `(B, num_outputs, d)`. `first`: its input is a fresh concatenation of the model's features."""
+    """`(B, num_tokens, d)` to `(B, num_outputs, d)`. `first`: its input is a fresh concatenation of the model's features; `limit`: the most events
+    of a history that its layers leave to it."""
 
-    def __init__(self, group: LayerGroup, *, num_tokens: int, feature_dim: int, dim: int, first: bool) -> None:
+    def __init__(self, group: LayerGroup, *, num_tokens: int, feature_dim: int, dim: int, first: bool, limit: int | None = None) -> None:
         self.validate(group)
-        self.group, self.num_tokens, self.feature_dim, self.dim, self.first = group, num_tokens, feature_dim, dim, first
+        self.group, self.num_tokens, self.feature_dim, self.dim, self.first, self.limit = group, num_tokens, feature_dim, dim, first, limit
 
     @property
     @abc.abstractmethod
@@ -146,7 +147,7 @@ class InterFormer(InteractionBlock):
         return self.num_tokens + self.num_read + self.option("recent")
 
     def shape(self, batch: BatchShape) -> JaggedShape:
-        return batch.sequences[self.sequence]
+        return batch.sequences[self.sequence].newest(self.limit)
 
     def causal_excess(self, batch: BatchShape) -> float:
         return 2.0 * self.shape(batch).tokens * self.width if self.group.causal else 0.0

@@ -19,6 +19,7 @@ from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
 from costmodel.blocks.interaction import InteractionBlock
 from costmodel.blocks.llama import Llama, NextEvent
 from costmodel.blocks.masknet import MaskNet
+from costmodel.blocks.pyramid import Pyramid
 from costmodel.model import Head, LayerGroup
 from costmodel.ops import Op
 
@@ -83,7 +84,7 @@ def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
     """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the
     block: heads of different hidden widths, interaction and expert layers (they are priced as the sum of their ops)."""
     values: dict[str, float] = {"samples": float(batch.samples)}
-    if isinstance(block, Llama | MaskNet | NextEvent):
+    if isinstance(block, Llama | MaskNet | NextEvent | Pyramid):
         return None
     if isinstance(block, Mlp):
         return {**values, "concat": float(block.concat), **{f"width{i}": float(w) for i, w in enumerate(block.widths)}}
@@ -94,7 +95,7 @@ def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
         return {**values, "width": float(block.width), "num_heads": float(len(block.heads)), **{f"hidden{i}": float(w) for i, w in enumerate(hidden)}}
     if isinstance(block, InteractionBlock | Experts):
         return None
-    shape = batch.sequences[block.sequence]
+    shape = batch.sequences[block.sequence].newest(block.limit)
     values.update(tokens=shape.tokens, dim=float(block.dim))
     if isinstance(block, SequenceInput):
         return {**values, "width": float(block.width), "num_tables": float(block.num_tables)}

@@ -51,7 +51,7 @@ def block_requests(plans: list[Plan], *, seed: int = 0) -> list[BlockRequest]:
                 if described is None:  # priced as the sum of its ops
                     continue
                 features = tuple(described.items())
-                own = tuple(lengths[region.sequence].tolist()) if region.sequence else ()
+                own = tuple(np.minimum(lengths[region.sequence], region.block.limit or np.inf).astype(np.int64).tolist()) if region.sequence else ()
                 request = BlockRequest(region=region, kind=region.block.kind, samples=samples, lengths=own, features=features,
                                        dtype=precision[region.name], plan=plan)
                 found.setdefault((region.block.kind, features, precision[region.name]), request)

@@ -195,7 +195,7 @@ def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: t
         return noise(*shape, device=device).to(dtype).requires_grad_()
 
     if region.sequence:
-        lengths = batch.lengths[region.sequence]
+        lengths = np.minimum(batch.lengths[region.sequence], region.block.limit or np.inf).astype(np.int64)
         tokens, longest = int(lengths.sum()), int(lengths.max())
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).to(device)
         if region.name == f"{region.sequence}.input":

@@ -78,14 +78,16 @@ def _own(plan: Plan, rng: np.random.Generator) -> list[Request]:
         batch = BatchShape(samples=float(samples), sequences=shapes)
         for region in regions(plan.model):
             for one in region.block.forward(batch, precisions[region.name]):
-                if one.kind == "attention":
-                    group = region.block.group
-                    options = [("causal", float(group.causal))]
-                    options += [(k, float(getattr(group, k))) for k in ("window", "divisor", "block") if getattr(group, k)]
-                    options += _partners(region.block, one)
-                    found.append(Request(op=_single(one), lengths=tuple(lengths[region.sequence].tolist()), options=tuple(options)))
-                else:
+                if one.kind != "attention":
                     found.append(Request(op=_single(one)))
+            for block in region.block.parts:
+                for one in block.forward(batch, precisions[region.name]):
+                    if one.kind == "attention":
+                        options = [("causal", float(block.group.causal))]
+                        options += [(k, float(getattr(block.group, k))) for k in ("window", "divisor", "block") if getattr(block.group, k)]
+                        options += _partners(block, one)
+                        seen = np.minimum(lengths[region.sequence], block.limit or np.inf).astype(np.int64)
+                        found.append(Request(op=_single(one), lengths=tuple(seen.tolist()), options=tuple(options)))
         events = sum(shape.tokens for shape in shapes.values())
         found += [Request(op=op("bce", m=samples * len(plan.model.heads))), Request(op=op("input", samples=samples, events=events))]
         found += [r for table in plan.model.tables for r in _table(plan, table, samples, shapes)]

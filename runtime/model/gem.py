@@ -16,7 +16,7 @@ from runtime.batch import Batch
 from runtime.model.llama import NextEvent
 from runtime.model.mlp import MLP, Heads
 from runtime.model.registry import EXPERT_BLOCKS, INTERACTION_BLOCKS, build_block
-from runtime.model.sequence import SequenceEncoder
+from runtime.model.sequence import History, SequenceEncoder
 
 __all__ = ["GEM", "build_block"]
 
@@ -49,25 +49,26 @@ class GEM(nn.Module):
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         features = [t for table in self.model.tables if table.pooling != "sequence" for t in embeddings[table.name].unbind(0)]
-        histories: dict[str, Tensor] = {}
+        histories: dict[str, History] = {}
         losses: list[Tensor] = []
         for spec, encoder in zip(self.model.sequences, self.sequences):
             parts = [t for table in self.model.tables if table.sequence == spec.name for t in embeddings[table.name].unbind(0)]
             events = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            histories[spec.name], summary = encoder(events, batch.sequence_offsets[spec.name], batch.max_lengths[spec.name])
+            histories[spec.name], summary = encoder(events, batch.sequence_offsets[spec.name], batch.max_lengths[spec.name],
+                                                    batch.lengths[spec.name])
             features.append(summary)
             if spec.next_event:
-                losses.append(self.next[spec.name](histories[spec.name], batch.ids[spec.next_event], batch.sequence_offsets[spec.name]))
+                losses.append(self.next[spec.name](histories[spec.name].events, batch.ids[spec.next_event], batch.sequence_offsets[spec.name]))
         if self.bottom is not None:
             features.append(self.bottom(batch.dense))
         features = [f.to(features[-1].dtype) for f in features]
-        x_BW = self.interaction(self._interact(torch.cat(features, dim=1), histories, batch))
+        x_BW = self.interaction(self._interact(torch.cat(features, dim=1), histories))
         for experts in self.experts:
             x_BW = experts(x_BW)
         logits = self.heads(x_BW)
         return (logits, torch.stack(losses).sum()) if losses else logits
 
-    def _interact(self, features_BW: Tensor, histories: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _interact(self, features_BW: Tensor, histories: dict[str, History]) -> Tensor:
         """The interaction layers over the features as tokens, flattened again."""
         if not self.interaction_layers:
             return features_BW
@@ -76,8 +77,9 @@ class GEM(nn.Module):
             if layer.sequence is None:
                 x_Bnd = block(x_Bnd)
             else:
-                name = layer.sequence
-                x_Bnd, histories[name] = block(x_Bnd, histories[name], batch.sequence_offsets[name], batch.max_lengths[name])
+                history = histories[layer.sequence]
+                x_Bnd, events = block(x_Bnd, *history)
+                histories[layer.sequence] = history._replace(events=events)
         return x_Bnd.flatten(1)
 
     def regions(self) -> dict[str, list[tuple[nn.Module, str]]]:

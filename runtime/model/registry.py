@@ -14,11 +14,12 @@ from runtime.model.hstu import HSTU
 from runtime.model.interformer import InterFormer
 from runtime.model.llama import Llama
 from runtime.model.masknet import MaskNet
+from runtime.model.pyramid import Pyramid
 from runtime.model.self_attention import GDPA, BlockAttention, SelfAttention
 from runtime.model.wukong import Wukong
 
 BLOCKS: dict[str, type[nn.Module]] = {"self_attention": SelfAttention, "gdpa": GDPA, "block_attention": BlockAttention,
-                                      "hstu": HSTU, "llama": Llama, "mask_net": MaskNet}
+                                      "hstu": HSTU, "llama": Llama, "mask_net": MaskNet, "pyramid": Pyramid}
 INTERACTION_BLOCKS: dict[str, type[nn.Module]] = {"wukong": Wukong, "interformer": InterFormer, "dcn_cross": DcnCross}
 EXPERT_BLOCKS: dict[str, type[nn.Module]] = {"moe": Experts}
 

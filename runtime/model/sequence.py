@@ -4,11 +4,16 @@ Shape legend: T events of all samples, B samples, D model width, W summed width 
 """
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from costmodel.model import LayerGroup
 from kernels.jagged import jagged_mean, jagged_to_padded, padded_to_jagged
+from runtime.model.pyramid import newest_events
 from runtime.model.registry import build_block
 
 
@@ -33,8 +38,17 @@ def last_event(x_TD: Tensor, offsets: Tensor) -> Tensor:
     return last * (offsets.diff() > 0).to(last.dtype).unsqueeze(1)
 
 
+class History(NamedTuple):
+    """Jagged events `(T, D)` of a batch: boundaries `(B + 1,)` and the longest history, on the host."""
+
+    events: Tensor
+    offsets: Tensor
+    max_length: int
+
+
 class SequenceEncoder(nn.Module):
-    """`(T, W) -> (T, D), (B, D)`: Linear(W, D), `count` blocks of every layer group in order; the events, and their summary."""
+    """`(T, W) -> (T', D), (B, D)`: Linear(W, D), `count` blocks of every layer group in order; the events that its pyramid levels left, and their
+    summary."""
 
     def __init__(self, width: int, dim: int, layers: tuple[LayerGroup, ...]) -> None:
         super().__init__()
@@ -49,19 +63,32 @@ class SequenceEncoder(nn.Module):
         Raises ValueError for a layer that lets an event see later ones, for it would see the padding.
         """
         for layer in self.layers:
-            if not layer.causal:
-                raise ValueError(f"batching 'padded': layer {layer.kind} is not causal, its events would see the padding")
+            for part in layer.branches or (layer,):
+                if not part.causal:
+                    raise ValueError(f"batching 'padded': layer {part.kind} is not causal, its events would see the padding")
         self.padded = True
 
-    def forward(self, events_TW: Tensor, offsets: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-        x_TD = self.input(events_TW)
-        num_events, inner = x_TD.shape[0], offsets
+    def forward(self, events_TW: Tensor, offsets: Tensor, max_length: int, lengths: np.ndarray) -> tuple[History, Tensor]:
+        """`lengths`: `(B,)` events of each history, on the host."""
+        history = History(self.input(events_TW), offsets, max_length)
+        starts = sorted({0, *(i for i, layer in enumerate(self.layers) if layer.newest is not None)})
+        for start, end in itertools.pairwise((*starts, len(self.layers))):
+            newest = self.layers[start].newest if self.layers else None
+            if newest is not None:
+                x_TD, offsets = newest_events(history.events, history.offsets, lengths, newest)
+                history, lengths = History(x_TD, offsets, min(history.max_length, newest)), np.minimum(lengths, newest)
+            history = self._level(history, range(start, end))
+        return history, self.summary(history.events, history.offsets)
+
+    def _level(self, history: History, groups: range) -> History:
+        """The blocks of `groups`, between which no event is dropped."""
+        x_TD, offsets, max_length = history
         if self.padded:
             x_TD = jagged_to_padded(x_TD, offsets, max_len=max_length).flatten(0, 1)
-            inner = torch.arange(offsets.shape[0], device=offsets.device) * max_length
-        for group in self.groups:
-            for block in group:
-                x_TD = block(x_TD, inner, max_length)
+            offsets = torch.arange(offsets.shape[0], device=offsets.device) * max_length
+        for i in groups:
+            for block in self.groups[i]:
+                x_TD = block(x_TD, offsets, max_length)
         if self.padded:
-            x_TD = padded_to_jagged(x_TD.unflatten(0, (-1, max_length)), offsets, total=num_events)
-        return x_TD, self.summary(x_TD, offsets)
+            x_TD = padded_to_jagged(x_TD.unflatten(0, (-1, max_length)), history.offsets, total=history.events.shape[0])
+        return history._replace(events=x_TD)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from costmodel.blocks import BLOCKS, BatchShape, Heads, JaggedShape, Mlp, SequenceInput, Summary, block_class
 from costmodel.blocks.base import expected_longest
 from costmodel.blocks.measured import block_features, measured_block_ops
-from costmodel.model import Head, LayerGroup
+from costmodel.model import Head, Layer, LayerGroup
 from costmodel.workload import Lengths
 
 GROUPS = {
@@ -16,6 +16,8 @@ GROUPS = {
     "hstu": LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=50.0),
     "llama": LayerGroup(kind="llama", heads=2, head_dim=16, mlp_dim=64, options={"kv_heads": 2}),
     "mask_net": LayerGroup(kind="mask_net", mlp_dim=64),
+    "pyramid": LayerGroup(kind="pyramid", branches=(Layer(kind="self_attention", heads=2, head_dim=16, mlp_dim=64),
+                                                    Layer(kind="hstu", heads=2, head_dim=16, divisor=50.0))),
 }
 
 
@@ -73,6 +75,23 @@ def test_the_slowest_ranks_factors_scale_tokens_and_pairs():
     assert (slow.tokens, slow.pairs(causal=False)) == (45.0, 2 * shape.pairs(causal=False))
 
 
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), limit=st.integers(1, 50))
+def test_newest_events_of_a_shape(lengths, limit):
+    """As many events and pairs as the cut lengths have; what the slowest rank has over the average never grows above the whole's."""
+    shape = JaggedShape.of_lengths(lengths)
+    cut, plain = shape.newest(limit), JaggedShape.of_lengths(np.minimum(lengths, limit))
+    assert (cut.tokens, cut.longest) == (plain.tokens, plain.longest) and cut.pairs(causal=True, window=3) == plain.pairs(causal=True, window=3)
+    slow = shape.scaled(tokens=1.5, pairs=2.0).newest(limit)
+    assert 1.0 - 1e-9 <= slow.token_factor <= 1.5 + 1e-9 and 1.0 - 1e-9 <= slow.pair_factor <= 2.0 + 1e-9
+    assert slow.newest(limit) is slow and shape.newest(None) is shape
+
+
+def test_all_histories_at_the_limit_leave_no_imbalance():
+    slow = JaggedShape.of_lengths([10, 20, 30]).scaled(tokens=1.5, pairs=2.0)
+    assert slow.newest(10).token_factor == pytest.approx(1.0) and slow.newest(30).token_factor == 1.5
+
+
 @pytest.mark.parametrize("kind", sorted(BLOCKS))
 def test_checkpoint_policies_trade_memory_for_recompute(kind):
     block = block_class(GROUPS[kind])(GROUPS[kind], 32, "history")
@@ -114,6 +133,11 @@ def test_fixed_parts_counts():
 
 
 @pytest.mark.parametrize(("group", "message"), [
+    (LayerGroup(kind="pyramid"), "branches must be given"),
+    (LayerGroup(kind="pyramid", branches=(Layer(kind="mask_net", mlp_dim=8),)), "unknown branch kind 'mask_net'"),
+    (LayerGroup(kind="pyramid", branches=(Layer(kind="hstu", heads=2, head_dim=8),)), "layer hstu: divisor must be given"),
+    (LayerGroup(kind="pyramid", newest=4, count=2, branches=(Layer(kind="hstu", heads=2, head_dim=8, divisor=2.0),)), "on a level of count 1"),
+    (LayerGroup(kind="hstu", heads=2, head_dim=8, divisor=2.0, newest=4), "newest = 4 has no meaning"),
     (LayerGroup(kind="self_atention"), "did you mean 'self_attention'"),
     (LayerGroup(kind="self_attention", heads=2), "head_dim must be given"),
     (LayerGroup(kind="self_attention", heads=2, head_dim=8, divisor=3.0), "divisor = 3.0 has no meaning"),
@@ -132,7 +156,7 @@ def test_a_layer_with_missing_or_meaningless_fields_is_refused(group, message):
 def test_a_measured_block_is_read_back_to_the_same_ops():
     shape = batch([30, 12, 7])
     sequence_blocks = {kind: block_class(g)(g, 32, "history") for kind, g in GROUPS.items()}
-    assert all(block_features(sequence_blocks.pop(kind), shape) is None for kind in ("llama", "mask_net"))  # priced as the sum of their ops
+    assert all(block_features(sequence_blocks.pop(kind), shape) is None for kind in ("llama", "mask_net", "pyramid"))  # priced as the sum of their ops
     blocks = [*sequence_blocks.values()]
     blocks += [SequenceInput("history", 40, 2, 32), Summary("history", 32), Mlp("x", 10, (16, 8), concat=True),
                Heads(8, (Head(name="a", hidden=(4,)),) * 2)]

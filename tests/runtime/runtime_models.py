@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from costmodel.cluster import Cluster, Device, LinkTier
-from costmodel.model import Head, LayerGroup, Model, Sequence, TableGroup
+from costmodel.model import Head, Layer, LayerGroup, Model, Sequence, TableGroup
 from costmodel.plan import Layout, Plan, TablePlacement
 from costmodel.regions import default_region_plans
 from costmodel.workload import EventSource, Lengths, Workload
@@ -37,7 +38,16 @@ LAYERS: dict[str, tuple[LayerGroup, ...]] = {
         LayerGroup(kind="llama", heads=2, head_dim=16, mlp_dim=32, window=3, options={"kv_heads": 2}),
     ),
     "mask_net": (LayerGroup(kind="mask_net", mlp_dim=48),),
+    "pyramid": (
+        LayerGroup(kind="pyramid", branches=(Layer(kind="self_attention", heads=2, head_dim=16, mlp_dim=24),
+                                             Layer(kind="gdpa", heads=2, head_dim=8, activation="gelu", divisor=20.0, window=4),
+                                             Layer(kind="hstu", heads=1, head_dim=16, divisor=50.0))),
+        LayerGroup(kind="pyramid", branches=(Layer(kind="block_attention", heads=2, head_dim=16, mlp_dim=48, block=32),)),
+    ),
 }
+# levels that shorten histories
+PYRAMID = (LayerGroup(kind="self_attention", heads=2, head_dim=16, mlp_dim=48), dataclasses.replace(LAYERS["pyramid"][0], newest=9),
+           LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=50.0), dataclasses.replace(LAYERS["pyramid"][1], newest=4))
 
 TABLES = (
     TableGroup(name="item", rows=300, dim=16, pooling="sequence", sequence="history"),
@@ -105,6 +115,7 @@ def batch(spec: Model, lengths: list[int], *, seed: int = 0) -> Batch:
     edges = _offsets(torch.tensor(lengths))
     return Batch(ids=ids, offsets=offsets, sequence_offsets={s.name: edges for s in spec.sequences},
                  max_lengths={s.name: max(lengths, default=0) for s in spec.sequences},
+                 lengths={s.name: np.array(lengths) for s in spec.sequences},
                  dense=torch.randn((num_samples, spec.num_dense_features), generator=generator) if spec.num_dense_features else None,
                  labels=torch.randint(2, (num_samples, len(spec.heads)), generator=generator).float(), num_samples=num_samples)
 

@@ -30,6 +30,10 @@ def shapes(lengths: list[int]) -> BatchShape:
 @pytest.fixture
 def counted(monkeypatch):
     """The reference attention in place of the kernels, in every module of the model."""
+    return replace_kernels(monkeypatch)
+
+
+def replace_kernels(monkeypatch) -> attention_reference.Counted:
     reference = attention_reference.Counted()
     names = {"jagged_attention": reference.softmax, "gdpa": reference.activated, "block_attention": reference.blocks}
     for module in {cls.__module__ for cls in BLOCKS.values()}:
@@ -81,11 +85,7 @@ def test_block_values(kind, layer, monkeypatch):
     torch.manual_seed(0)
     module, offsets, x = build_block(16, layer).double(), torch.tensor([0, *lengths]).cumsum(0), torch.randn(sum(lengths), 16).double()
     fast = module(x, offsets, max(lengths))
-    reference = attention_reference.Counted()
-    loaded = importlib.import_module(type(module).__module__)
-    for name, function in {"jagged_attention": reference.softmax, "gdpa": reference.activated, "block_attention": reference.blocks}.items():
-        if hasattr(loaded, name):
-            monkeypatch.setattr(loaded, name, function)
+    replace_kernels(monkeypatch)
     torch.testing.assert_close(module(x, offsets, max(lengths)), fast, rtol=1e-9, atol=1e-9)
 
 
@@ -116,7 +116,8 @@ def test_block_gradients(kind, layer):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("changes", [{}, {"num_dense_features": 0, "bottom_hidden": ()}, {"dim": 24, "interaction_hidden": (40,)}])
+@pytest.mark.parametrize("changes", [{}, {"num_dense_features": 0, "bottom_hidden": ()}, {"dim": 24, "interaction_hidden": (40,)},
+                                     {"sequences": (Sequence(name="history", layers=models.PYRAMID),)}])
 def test_whole_model(lengths, changes, counted):
     spec = models.model(**changes)
     gem, found, batch = GEM(spec), regions(spec), models.batch(spec, lengths)
