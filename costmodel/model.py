@@ -115,7 +115,8 @@ class LayerGroup(Layer):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """A user history: jagged events of width D through `layers`, then a summary of the mean and the last event.
+    """A user history: jagged events of width D through `layers`, then a summary: of the mean and the last event, or by a layer of
+    `costmodel.blocks.SUMMARIES`.
 
     `next_event`: one of the sequence's tables; every event then also predicts the id of the event after it, by cross entropy over all rows.
     """
@@ -123,6 +124,7 @@ class Sequence:
     name: str
     layers: tuple[LayerGroup, ...]
     next_event: str | None = None
+    summary: Layer | None = None
 
     def __post_init__(self) -> None:
         if self.next_event is not None and self.limits[-1] is not None:

@@ -9,7 +9,20 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 
-from costmodel.blocks import EXPERT_BLOCKS, INTERACTION_BLOCKS, Block, Experts, Heads, Mlp, NextEvent, SequenceInput, Summary, block_class, known
+from costmodel.blocks import (
+    EXPERT_BLOCKS,
+    INTERACTION_BLOCKS,
+    SUMMARIES,
+    Block,
+    Experts,
+    Heads,
+    Mlp,
+    NextEvent,
+    SequenceInput,
+    Summary,
+    block_class,
+    known,
+)  # fmt: skip
 from costmodel.codec import suggest
 from costmodel.model import LayerGroup, Model
 from costmodel.plan import Layout, RegionOption, RegionPlan
@@ -64,7 +77,9 @@ def _build(model: Model) -> tuple[Region, ...]:
                             block=SequenceInput(name, model.sequence_width(name), num_tables, model.dim)))
         for i, (group, limit) in enumerate(zip(sequence.layers, sequence.limits)):
             found.append(Region(name=f"{name}.{i}", count=group.count, sequence=name, block=block_class(group)(group, model.dim, name, limit)))
-        found.append(Region(name=f"{name}.summary", count=1, sequence=name, block=Summary(name, model.dim, sequence.limits[-1])))
+        left, layer = sequence.limits[-1], sequence.summary
+        summary = Summary(name, model.dim, left) if layer is None else known(SUMMARIES, layer, "summary")(layer, model.dim, name, left)
+        found.append(Region(name=f"{name}.summary", count=1, sequence=name, block=summary))
         if sequence.next_event is not None:
             found.append(Region(name=f"{name}.next", count=1, sequence=name, block=NextEvent(name, model.dim, model.table(sequence.next_event).rows)))
     if model.num_dense_features:

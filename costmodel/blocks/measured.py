@@ -19,6 +19,7 @@ from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
 from costmodel.blocks.interaction import InteractionBlock
 from costmodel.blocks.llama import Llama, NextEvent
 from costmodel.blocks.masknet import MaskNet
+from costmodel.blocks.pma import Pma
 from costmodel.blocks.pyramid import Pyramid
 from costmodel.model import Head, LayerGroup
 from costmodel.ops import Op
@@ -84,7 +85,7 @@ def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
     """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the
     block: heads of different hidden widths, interaction and expert layers (they are priced as the sum of their ops)."""
     values: dict[str, float] = {"samples": float(batch.samples)}
-    if isinstance(block, Llama | MaskNet | NextEvent | Pyramid):
+    if isinstance(block, Llama | MaskNet | NextEvent | Pma | Pyramid):
         return None
     if isinstance(block, Mlp):
         return {**values, "concat": float(block.concat), **{f"width{i}": float(w) for i, w in enumerate(block.widths)}}

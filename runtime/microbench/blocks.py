@@ -92,7 +92,7 @@ def _built(request: BlockRequest, device: torch.device) -> tuple[nn.Module, list
     longest, x = max(request.lengths), random(tokens, model.dim)
     if isinstance(block, Summary):
         summary = SummaryModule(model.dim).to(device, dtype)
-        return summary, [x], lambda: summary(x, offsets)
+        return summary, [x], lambda: summary(x, offsets, longest)
     layer = build_block(model.dim, block.group).to(device, dtype)
     return layer, [x], lambda: layer(x, offsets, longest)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodel import ops
-from costmodel.blocks import BatchShape, Heads, JaggedShape
+from costmodel.blocks import BatchShape, JaggedShape
 from costmodel.blocks.measured import block_features
 from costmodel.calibration import Calibration, fit
 from costmodel.gpu import launches
@@ -149,11 +149,11 @@ def batches(plan: Plan, rng: np.random.Generator) -> list[Lengths]:
 def block_samples(plan: Plan, batch: Lengths, device: torch.device, *, precision: str, policies: tuple[str, ...], seconds: float) -> Iterator[Sample]:
     """Forward and backward of one block of every region; policies other than `none` for the layers of histories."""
     for region in regions(plan.model):
-        if isinstance(region.block, Heads) and len({h.hidden for h in plan.model.heads}) > 1:
+        features = block_features(region.block, batch.shape)
+        if features is None:  # priced as the sum of its ops
             continue
         layer = region.name.split(".")[-1].isdigit()
         for policy in policies if layer else ("none",):
-            features = block_features(region.block, batch.shape)
             block = _block(plan, region, device, precision=precision, policy=policy)
             for phase in (ops.FORWARD, ops.BACKWARD):
                 if policy == "full" and phase == ops.FORWARD:
@@ -207,8 +207,6 @@ def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: t
 
             return leaves, enter
         x = leaf(tokens, model.dim, dtype=dtype)
-        if region.name == f"{region.sequence}.summary":
-            return [x], lambda: block(x, offsets)
         return [x], lambda: block(x, offsets, longest)
     if region.name == "bottom":
         dense = noise(samples, model.num_dense_features, device=device)

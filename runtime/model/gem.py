@@ -34,7 +34,7 @@ class GEM(nn.Module):
         known_regions(model)  # refuses unknown kinds and fields by name
         self.model = model
         self.sequences = nn.ModuleList(
-            SequenceEncoder(model.sequence_width(s.name), model.dim, s.layers) for s in model.sequences)
+            SequenceEncoder(model.sequence_width(s.name), model.dim, s.layers, s.summary) for s in model.sequences)
         self.next = nn.ModuleDict({s.name: NextEvent(model.dim, model.table(s.next_event).rows) for s in model.sequences if s.next_event})
         self.bottom = MLP(model.num_dense_features, model.bottom_hidden) if model.num_dense_features else None
         self.interaction_layers, width = nn.ModuleList(), model.interaction_width

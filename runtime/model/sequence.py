@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from costmodel.model import LayerGroup
+from costmodel.model import Layer, LayerGroup
+from kernels import jagged_attention
 from kernels.jagged import jagged_mean, jagged_to_padded, padded_to_jagged
+from runtime.model.interformer import even_offsets
 from runtime.model.pyramid import newest_events
 from runtime.model.registry import build_block
 
@@ -25,9 +27,32 @@ class Summary(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.project = nn.Linear(2 * dim, dim)
 
-    def forward(self, x_TD: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, offsets: Tensor, max_length: int) -> Tensor:
         x_TD = self.norm(x_TD)
         return self.project(torch.cat([jagged_mean(x_TD, offsets), last_event(x_TD, offsets)], dim=1))
+
+
+class Pma(nn.Module):
+    """`Linear(concat(attention(Q, LN(S), LN(S)), last event))`: learned queries Q read the whole history, `(T, D) -> (B, D)` (arXiv 2411.09852).
+    An empty history gives zeros before the projection."""
+
+    def __init__(self, dim: int, layer: Layer) -> None:
+        super().__init__()
+        self.heads, width = (layer.heads, layer.head_dim), layer.heads * layer.head_dim
+        self.norm, self.kv = nn.LayerNorm(dim), nn.Linear(dim, 2 * width)
+        self.queries = nn.Parameter(torch.empty(layer.num_queries, width))
+        nn.init.normal_(self.queries)
+        self.project = nn.Linear(layer.num_queries * width + dim, dim)
+
+    def forward(self, x_TD: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+        normed, num_samples, count = self.norm(x_TD), offsets.shape[0] - 1, self.queries.shape[0]
+        k_THd, v_THd = self.kv(normed).view(-1, 2, *self.heads).unbind(1)
+        q_NHd = self.queries.to(k_THd.dtype).expand(num_samples, -1, -1).reshape(-1, *self.heads)
+        read = jagged_attention(q_NHd, k_THd, v_THd, even_offsets(offsets, count), offsets, max_q=count, max_k=max_length)
+        return self.project(torch.cat([read.view(num_samples, -1), last_event(normed, offsets)], dim=1))
+
+
+SUMMARIES: dict[str, type[nn.Module]] = {"pma": Pma}
 
 
 def last_event(x_TD: Tensor, offsets: Tensor) -> Tensor:
@@ -50,11 +75,11 @@ class SequenceEncoder(nn.Module):
     """`(T, W) -> (T', D), (B, D)`: Linear(W, D), `count` blocks of every layer group in order; the events that its pyramid levels left, and their
     summary."""
 
-    def __init__(self, width: int, dim: int, layers: tuple[LayerGroup, ...]) -> None:
+    def __init__(self, width: int, dim: int, layers: tuple[LayerGroup, ...], summary: Layer | None = None) -> None:
         super().__init__()
         self.input = nn.Linear(width, dim)
         self.groups = nn.ModuleList(nn.ModuleList(build_block(dim, layer) for _ in range(layer.count)) for layer in layers)
-        self.summary = Summary(dim)
+        self.summary = Summary(dim) if summary is None else SUMMARIES[summary.kind](dim, summary)
         self.layers, self.padded = layers, False
 
     def pad(self) -> None:
@@ -78,7 +103,7 @@ class SequenceEncoder(nn.Module):
                 x_TD, offsets = newest_events(history.events, history.offsets, lengths, newest)
                 history, lengths = History(x_TD, offsets, min(history.max_length, newest)), np.minimum(lengths, newest)
             history = self._level(history, range(start, end))
-        return history, self.summary(history.events, history.offsets)
+        return history, self.summary(*history)
 
     def _level(self, history: History, groups: range) -> History:
         """The blocks of `groups`, between which no event is dropped."""

@@ -5,7 +5,7 @@ import runtime_models as models
 
 from costmodel import blocks as costs
 from costmodel.blocks import InteractionBlock
-from costmodel.model import LayerGroup, Model
+from costmodel.model import LayerGroup, Model, Sequence
 from runtime.model.registry import EXPERT_BLOCKS, INTERACTION_BLOCKS
 
 TOKENS, FEATURE_DIM, DIM = 6, 16, 32
@@ -36,5 +36,5 @@ def full_model(**changes) -> Model:
     """Every kind of layer in one small model: 88 concatenated features as 11 tokens of 8."""
     sequence_layers = (models.LAYERS["self_attention"][0], models.LAYERS["gdpa"][0], models.LAYERS["hstu"][0], models.LAYERS["block_attention"][0],
                        models.PYRAMID[1])
-    return models.model(sequence_layers, **{"interaction_layers": (INTERFORMER, WUKONG, INTERFORMER, WUKONG), "feature_dim": 8,
+    return models.model(**{"sequences": (Sequence(name="history", layers=sequence_layers, summary=models.PMA),), "interaction_layers": (INTERFORMER, WUKONG, INTERFORMER, WUKONG), "feature_dim": 8,
                                             "expert_layers": (MOE,), **changes})

@@ -45,6 +45,7 @@ LAYERS: dict[str, tuple[LayerGroup, ...]] = {
         LayerGroup(kind="pyramid", branches=(Layer(kind="block_attention", heads=2, head_dim=16, mlp_dim=48, block=32),)),
     ),
 }
+PMA = Layer(kind="pma", heads=2, head_dim=16, num_queries=3)
 # levels that shorten histories
 PYRAMID = (LayerGroup(kind="self_attention", heads=2, head_dim=16, mlp_dim=48), dataclasses.replace(LAYERS["pyramid"][0], newest=9),
            LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=50.0), dataclasses.replace(LAYERS["pyramid"][1], newest=4))
