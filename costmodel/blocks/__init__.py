@@ -36,5 +36,5 @@ def block_class(group: LayerGroup) -> type[SequenceBlock]:
     return known(BLOCKS, group, "layer")
 
 
-__all__ = ["BLOCKS", "EXPERT_BLOCKS", "INTERACTION_BLOCKS", "BatchShape", "Block", "Experts", "Heads", "JaggedShape", "Mlp", "NextEvent", "SUMMARIES", "Saved",
-           "SequenceBlock", "SequenceInput", "Summary", "activation_dtype", "block_class", "known"]
+__all__ = ["BLOCKS", "EXPERT_BLOCKS", "INTERACTION_BLOCKS", "SUMMARIES", "BatchShape", "Block", "Experts", "Heads", "JaggedShape", "Mlp", "NextEvent",
+           "Saved", "SequenceBlock", "SequenceInput", "Summary", "activation_dtype", "block_class", "known"]

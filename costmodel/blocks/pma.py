@@ -61,7 +61,8 @@ class Pma(LayerBlock):
                            head_dim=group.head_dim, longest=shape.longest, dtype=low)
         width = self.read_width + self.dim
         return (layer_norm(shape.tokens, self.dim, low), linear(shape.tokens, self.dim, 2 * self.width, precision),
-                elementwise("cat", rows, self.read_width, low), pooled, elementwise("cat", rows, width, low), linear(rows, width, self.dim, precision))
+                elementwise("cat", rows, self.read_width, low), pooled, elementwise("cat", rows, width, low),
+                linear(rows, width, self.dim, precision))
 
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         tokens, rows = self.shape(batch).tokens, batch.samples

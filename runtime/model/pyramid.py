@@ -13,13 +13,15 @@ from runtime.model.hstu import HSTU
 from runtime.model.llama import Llama
 from runtime.model.self_attention import GDPA, BlockAttention, SelfAttention
 
-_BRANCHES: dict[str, type[nn.Module]] = {"self_attention": SelfAttention, "gdpa": GDPA, "block_attention": BlockAttention, "hstu": HSTU, "llama": Llama}
+_BRANCHES: dict[str, type[nn.Module]] = {"self_attention": SelfAttention, "gdpa": GDPA, "block_attention": BlockAttention, "hstu": HSTU,
+                                         "llama": Llama}
 
 
 class Pyramid(nn.Module):
     """The mean of its branches' outputs. The encoder has cut the histories to the level's newest events (`newest_events`).
 
-    GEM stacks "multiple parallel interaction modules in a pyramid formation" (engineering.fb.com, 2025-11-10) and gives no formulas: this form is ours.
+    GEM stacks "multiple parallel interaction modules in a pyramid formation" (engineering.fb.com, 2025-11-10) and gives no formulas: this form is
+    ours.
     """
 
     def __init__(self, dim: int, layer: LayerGroup) -> None:

@@ -17,6 +17,7 @@ from runtime.memory import StorageTracker, storage_ids
 from runtime.model import GEM
 from runtime.model import interformer as interformer_module
 from runtime.model import self_attention as transformer_module
+from runtime.model import sequence as sequence_module
 from runtime.model.interformer import last_events
 from runtime.model.registry import EXPERT_BLOCKS, INTERACTION_BLOCKS
 
@@ -47,8 +48,9 @@ def outputs(found) -> tuple[torch.Tensor, ...]:
 def counted(monkeypatch):
     """The reference attention in place of the kernels."""
     reference = attention_reference.Counted()
-    for module in (interformer_module, transformer_module):
+    for module in (interformer_module, transformer_module, sequence_module):
         monkeypatch.setattr(module, "jagged_attention", reference.softmax)
+    for module in (interformer_module, transformer_module):
         monkeypatch.setattr(module, "gdpa", reference.activated)
     monkeypatch.setattr(transformer_module, "block_attention", reference.blocks)
     monkeypatch.setattr("runtime.model.hstu.gdpa", reference.activated)

@@ -53,7 +53,8 @@ def test_padding_changes_no_value():
     torch.testing.assert_close(jagged.events, padded.events)
     torch.testing.assert_close(summary, expected)
     with pytest.raises(ValueError, match="layer gdpa is not causal"):
-        encoder((LayerGroup(kind="pyramid", branches=(Layer(kind="gdpa", heads=2, head_dim=8, activation="gelu", divisor=2.0, causal=False),)),)).pad()
+        full = Layer(kind="gdpa", heads=2, head_dim=8, activation="gelu", divisor=2.0, causal=False)
+        encoder((LayerGroup(kind="pyramid", branches=(full,)),)).pad()
 
 
 def test_saved_bytes_of_a_whole_history():

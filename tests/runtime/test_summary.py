@@ -77,7 +77,7 @@ def test_values_and_gradients(layer):
 
 
 def test_names_and_fields_are_checked():
-    with pytest.raises(ValueError, match="unknown summary kind 'pms'.*did you mean 'pma'"):
+    with pytest.raises(ValueError, match=r"unknown summary kind 'pms'.*did you mean 'pma'"):
         regions(models.model(sequences=(Sequence(name="history", layers=(), summary=Layer(kind="pms")),)))
     with pytest.raises(ValueError, match="layer pma: num_queries must be given"):
         regions(models.model(sequences=(Sequence(name="history", layers=(), summary=Layer(kind="pma", heads=2, head_dim=8)),)))
