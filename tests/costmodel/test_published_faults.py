@@ -18,7 +18,7 @@ from costmodel.comms import GroupShape, Network, wire_factor
 from costmodel.estimate import estimate
 from costmodel.lower import lower
 from costmodel.memory import option_memory
-from costmodel.model import LayerGroup, Model, TableGroup
+from costmodel.model import Layer, LayerGroup, Model, TableGroup
 from costmodel.plan import TablePlacement
 from costmodel.regions import regions
 from costmodel.samples import Environment, Sample
@@ -83,6 +83,8 @@ LAYERS = {
     "hstu": LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=2.0),
     "llama": LayerGroup(kind="llama", heads=2, head_dim=16, mlp_dim=64, options={"kv_heads": 1}),
     "mask_net": LayerGroup(kind="mask_net", mlp_dim=64),
+    "pyramid": LayerGroup(kind="pyramid", branches=(Layer(kind="self_attention", heads=2, head_dim=16), Layer(kind="hstu", heads=2, head_dim=16,
+                                                                                                              divisor=2.0))),
 }
 
 
