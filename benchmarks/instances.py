@@ -76,7 +76,8 @@ def instance(seed: int) -> ResolvedScenario:
     )
     pins = dataclasses.replace(pins, accumulation=int(rng.choice([1, 2])))
     return ResolvedScenario(
-        name=f"small-{seed}", cluster=cluster, model=model, workload=workload, pins=pins, search=SearchOptions(time_limit=600.0, gap=0.0, top=1)
+        name=f"small-{seed}", cluster=cluster, model=model, workload=workload, pins=pins, search=SearchOptions(time_limit=600.0, gap=0.0, top=1),
+        input_overlap=False,
     )
 
 
@@ -99,7 +100,7 @@ def broad_instance(seed: int) -> tuple[ResolvedScenario, Calibration | None]:
         checkpoint={"*": "none"},
         exclude=Exclusions(sharding={"*": ("column_wise", "table_row_wise", "data_parallel", "host_cached")}),
     )
-    model = base.model
+    model, overlap = base.model, base.input_overlap
     if focus == "shardings":
         pins = dataclasses.replace(pins, exclude=Exclusions())
         if seed % 16 in (4, 8):  # in one group, and some so small that a dense gradient is less than the rows asked for
@@ -113,11 +114,12 @@ def broad_instance(seed: int) -> tuple[ResolvedScenario, Calibration | None]:
         pins = dataclasses.replace(pins, layout={**layout, "sparse_group": cluster.num_ranks}, checkpoint={
             "history.input": "none", "history.summary": "none", "heads": "none"})
     if focus == "jobs":
+        overlap = None
         closed = rng.permutation(["padded", "local", "sorted_buckets", "base_batch_shuffling", "global"])[:4]
         pins = dataclasses.replace(pins, layout={}, batching=None, transport=None, execution=None, sharding={"event": "table_wise", "*": "row_wise"},
                                    accumulation=None if rng.integers(2) else pins.accumulation, exclude=Exclusions(batching=tuple(map(str, closed))))
     options = dataclasses.replace(base.search, predict_only=True, risk_budget=float(rng.integers(5, 12)) if rng.integers(4) == 0 else None)
-    scenario = dataclasses.replace(base, cluster=cluster, model=model, pins=pins, search=options)
+    scenario = dataclasses.replace(base, cluster=cluster, model=model, pins=pins, search=options, input_overlap=overlap)
     return scenario, odd_calibration(device, seed) if seed // 4 % 2 else None
 
 

@@ -26,7 +26,17 @@ from costmodel.blocks import Block, activation_dtype
 from costmodel.comms import layout_groups, network
 from costmodel.contention import RATE_FLOOR
 from costmodel.lower import batch_shape, pricer
-from costmodel.memory import COMMUNICATOR_BYTES, INPUT_BATCHES, communicators, embedding_bytes, exchange_bytes, input_bytes, memory, reserving
+from costmodel.memory import (
+    COMMUNICATOR_BYTES,
+    INPUT_BATCHES,
+    communicators,
+    distributed_bytes,
+    embedding_bytes,
+    exchange_bytes,
+    input_bytes,
+    memory,
+    reserving,
+)
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
 from costmodel.regions import regions
@@ -65,7 +75,7 @@ class _Bounds:
         self.calibration = pricing.calibration
         self.slow = pricing.slowest(pricing.base(0))[1]
         self.curves: list[tuple[np.ndarray, np.ndarray]] = []
-        self.sent: dict[tuple[int, int], tuple[float, float, float, float, float]] = {}
+        self.sent: dict[tuple[int, int, bool], tuple[float, float, float, float, float]] = {}
 
     def per(self, names: Iterable[str], price: Callable[[int, Plan], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(`price` of one representative for each distinct combination of the columns `names`, stacked; which of them each candidate has)."""
@@ -78,12 +88,13 @@ class _Bounds:
         blocks, block_of = self.block_seconds()
         self.block_of = block_of
         moves, move_of = self.per(("fsdp", "ddp", "ep", "reshard_after_forward", "transport"), self.move_seconds)
-        sparse, sparse_of = self.per(("sparse_group", "local_batch", "accumulation"), self.sparse_compute)
-        sent, sent_of = self.per(("sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "transport", "local_batch"), self.sparse_moves)
+        sparse, sparse_of = self.per(("sparse_group", "local_batch", "accumulation", "input_overlap"), self.sparse_compute)
+        moved = ("sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "transport", "local_batch", "input_overlap")
+        sent, sent_of = self.per(moved, self.sparse_moves)
         distinct, pair_of = np.unique(block_of * len(moves) + move_of, return_inverse=True)
         dense = dense_times(blocks[distinct // len(moves)], moves[distinct % len(moves)], len(self.units))[pair_of]
         accumulation = self.columns["accumulation"]
-        local, local_of = self.per(("sparse_group", "transport", "local_batch", "accumulation"), self.local_savings)
+        local, local_of = self.per(("sparse_group", "transport", "local_batch", "accumulation", "input_overlap"), self.local_savings)
         before, saved = local[local_of].T
         lookups, turn, update = sparse[sparse_of].T
         exchanges, exchanged, tier, average = sent[sent_of].T
@@ -208,7 +219,7 @@ class _Bounds:
         loads = mean_loads(plan, tokens)
         work, prices = group_work(plan, loads, 0, tokens), pricer(plan, self.calibration)
         rows, gradients = wire_bytes(plan, loads)
-        self.sent[plan.layout.sparse_group, plan.local_batch] = (
+        self.sent[plan.layout.sparse_group, plan.local_batch, plan.input_overlap] = (
             0.0 if plan.input_overlap else 8.0 * sum(w.asked for w in work),
             rows,
             gradients,
@@ -257,7 +268,7 @@ class _Bounds:
     def sparse_moves(self, i: int, plan: Plan) -> np.ndarray:
         """`(4,)`: seconds of exchanges before forward in every micro-batch, of the exchange of gradients with its link, and of the replicas'
         average."""
-        ids, sent, returned, weights, state = self.sent[plan.layout.sparse_group, plan.local_batch]
+        ids, sent, returned, weights, state = self.sent[plan.layout.sparse_group, plan.local_batch, plan.input_overlap]
         net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
         rows, gradients = net.cost("all_to_all", sent, group), net.cost("all_to_all", returned, group)
         gather, average = self.replica_seconds(plan, weights, state)
@@ -273,7 +284,7 @@ class _Bounds:
         tables = [t for t in self.pricing.local_tables(plan, tokens) if t.rows]
         if not tables:
             return np.zeros(2)
-        ids, sent, returned, *_ = self.sent[plan.layout.sparse_group, plan.local_batch]
+        ids, sent, returned, *_ = self.sent[plan.layout.sparse_group, plan.local_batch, plan.input_overlap]
         net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
         served = float(mean_loads(plan, tokens).served[0])
         falls = []
@@ -311,7 +322,7 @@ class _Bounds:
             ("fsdp", "ep"),
             lambda i, plan: [4.0 * sum(r.count * r.block.sharded_elements(plan.layout.fsdp) for r in regions(plan.model, plan.layout))],
         )
-        exchange, group_of = self.per(("sparse_group", "local_batch"), self.exchange)
+        exchange, group_of = self.per(("sparse_group", "local_batch", "input_overlap"), self.exchange)
         links, link_of = self.per(
             ("fsdp", "ddp", "ep", "sparse_group", "sparse_replicas"),
             lambda i, plan: [communicators(plan.layout)],
@@ -340,7 +351,8 @@ class _Bounds:
         return [sum(r.count * r.block.num_parameters * self.low[r.name] for r in regions(plan.model, plan.layout))]
 
     def exchange(self, i: int, plan: Plan) -> np.ndarray:
-        """`(4,)` bytes at even load: tables with their state, exchange buffers, what tables keep for backward, one batch of input."""
+        """`(4,)` bytes at even load: tables with their state, exchange buffers and ids sent ahead, what tables keep for backward,
+        one batch of input."""
         plan = dataclasses.replace(plan, batching="jagged")
         batch = batch_shape(plan)
         loads = mean_loads(plan, {n: s.tokens for n, s in batch.sequences.items()})
@@ -349,8 +361,9 @@ class _Bounds:
         offloaded = sum(len(t.tables) * (t.group.weight_bytes + t.group.state_bytes) / group for t in offloadable)
         tables = max(0.0, loads.weights[0] + loads.state[0] - offloaded)
         tokens = {n: s.tokens for n, s in batch.sequences.items()}
+        ahead = distributed_bytes(plan, batch) if plan.input_overlap else 0.0
         freed = sum(t.count * max(0.0, 8.0 * t.elements - t.gradient) for t in self.pricing.local_tables(plan, tokens))
-        return np.array([tables, exchange_bytes(plan, loads) - freed, embedding_bytes(plan, batch), input_bytes(plan, batch)])
+        return np.array([tables, exchange_bytes(plan, loads) - freed + ahead, embedding_bytes(plan, batch), input_bytes(plan, batch)])
 
     def reserved(self, block_of: np.ndarray) -> np.ndarray:
         """Least reserved bytes: everything that rests, tables spread evenly, and each block's leanest option."""

@@ -114,7 +114,8 @@ def _describe(plan: Plan) -> str:
 def choices(a: Plan, b: Plan) -> list[Difference]:
     """What was chosen differently in two plans."""
     rows = [("model", a.model.name, b.model.name), ("cluster", a.cluster.name, b.cluster.name), ("layout", a.layout.short, b.layout.short)]
-    rows += [(name, str(getattr(a, name)), str(getattr(b, name))) for name in ("local_batch", "accumulation", "batching", "transport", "execution")]
+    jobs = ("local_batch", "accumulation", "batching", "transport", "execution", "input_overlap")
+    rows += [(name, str(getattr(a, name)), str(getattr(b, name))) for name in jobs]
     rows.append(("tables", sharding(a), sharding(b)))
     for what in ("model", "cluster", "workload"):
         first, second = getattr(a, what), getattr(b, what)

@@ -53,7 +53,7 @@ def default_plan(scenario: ResolvedScenario) -> tuple[Plan, tuple[str, ...]]:
         regions=tuple(options),
         tables=_tables(scenario, layout, notes),
         seed=scenario.seed,
-        input_overlap=scenario.input_overlap,
+        input_overlap=bool(scenario.input_overlap),
         transport=scenario.pins.transport or ("gloo" if scenario.cluster.device.kind == "cpu" else "nccl"),
         **{k: getattr(scenario.pins, k) for k in ("batching", "execution") if getattr(scenario.pins, k) is not None},
         **low_precision_pins(scenario),

@@ -14,6 +14,7 @@ from costmodel.calibration import Calibration
 from costmodel.cluster import Cluster
 from costmodel.estimate import estimate
 from costmodel.plan import Plan
+from costmodel.wire import wires
 from costmodel.workload import Lengths
 from planner.compare import Difference, choices
 from planner.configure import predict_only
@@ -96,6 +97,8 @@ def listing(scenario: ResolvedScenario) -> Listing:
     columns, log = space.candidates.columns, []
     offers = [Offer(what=name, values=tuple(f"{v}" for v in sorted(set(values.tolist())))) for name, values in columns.items() if name not in KINDS]
     offers += [Offer(what=name, values=tuple(known[v] for v in sorted(set(columns[name].tolist())))) for name, known in KINDS.items()]
+    sent = wires(scenario.model.tables, scenario.pins.wire, scenario.pins.wire_gradients)
+    offers += [Offer(what=what, values=(name,)) for what, name in zip(("wire", "wire_gradients"), sent)]
     for what in ("precision", "checkpoint"):
         alike: dict[tuple[str, ...], list[str]] = {}
         for region, options in space.regions.items():

@@ -106,7 +106,6 @@ class Pricing:
             model=scenario.model,
             workload=scenario.workload,
             seed=scenario.seed,
-            input_overlap=scenario.input_overlap,
             layout=self.candidates.layout(i),
             **self.candidates.options(i),
             **low_precision_pins(scenario),

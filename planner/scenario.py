@@ -125,7 +125,7 @@ class ScenarioFile(_Part):
     tolerance: Number = pydantic.Field(default=0.35, gt=0)
     ne_tolerance: Number = pydantic.Field(default=0.0005, gt=0)
     seed: Count = pydantic.Field(default=0, ge=0)
-    input_overlap: bool = False
+    input_overlap: bool | None = None
     variants: tuple[VariantFile, ...] = ()
     vary: dict[str, Annotated[tuple[Any, ...], pydantic.Field(min_length=1)]] = {}
 
@@ -225,7 +225,7 @@ class ResolvedScenario:
     tolerance: float = 0.35
     ne_tolerance: float = 0.0005
     seed: int = 0
-    input_overlap: bool = False
+    input_overlap: bool | None = None
     path: Path | None = None
     description: str = ""
     changes: tuple[Change, ...] = ()

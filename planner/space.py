@@ -18,15 +18,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 import numpy as np
 
 from costmodel.blocks.base import QUANTIZED
 from costmodel.cluster import Cluster
 from costmodel.model import TableGroup
-from costmodel.plan import Layout
+from costmodel.plan import Layout, Wire
 from costmodel.precision import LOW_PRECISIONS, native, unfit_block
 from costmodel.regions import Region, regions
+from costmodel.wire import wires
 from planner.errors import UsageError
 from planner.scenario import ResolvedScenario
 from planner.sensitivity import risks
@@ -65,6 +67,8 @@ DRIFT = "replicas of the tables drift apart between averages, which changes trai
 """Why `sync_every` > 1 is never chosen by itself: it is always faster, and never the same mathematics."""
 UNASKED = "below 16 bits training changes; pin precision, or set search.risk_budget, to allow it"
 """Why a format below 16 bits is never chosen by itself."""
+UNASKED_WIRE = "what is sent changes training, and no risk is known of it; pin wire or wire_gradients to allow it"
+"""Why a format on the wire is never chosen by itself, with a risk budget neither."""
 EMULATED = ": it converts to another format and back; pin it to allow it"
 RISK = {"fp32": 0.0, "bf16": 10.0, "fp8_block": 2000.0, "mxfp8": 2500.0, "fp8_row": 2500.0, "fp8_tensor": 3000.0}
 SAVED_RISK = {"quantized": 1000.0, "quantized4": 30_000.0}
@@ -146,13 +150,15 @@ class Candidates:
             "batching": BATCHINGS[c["batching"][i]],
             "transport": TRANSPORTS[c["transport"][i]],
             "execution": EXECUTIONS[c["execution"][i]],
+            "input_overlap": bool(c["input_overlap"][i]),
         }
 
     def describe(self, i: int) -> str:
         o = self.options(i)
         sync = f" sync{self['sync_every'][i]}" if self["sync_every"][i] > 1 else ""
         batch = f"batch {o['local_batch']}x{o['accumulation']}"
-        return f"{self.layout(i).short}{sync} {batch} {o['batching']} {o['transport']} {o['execution']}"
+        overlap = " overlap" if o["input_overlap"] else ""
+        return f"{self.layout(i).short}{sync} {batch} {o['batching']} {o['transport']} {o['execution']}{overlap}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +181,9 @@ def build_space(scenario: ResolvedScenario) -> Space:
         _job_options(scenario, what, known, log, allow)
         for what, known in (("batching", BATCHINGS), ("transport", TRANSPORTS), ("execution", EXECUTIONS))
     ]
-    reshard = _reshard(scenario, log)
-    parts = [np.array(part, dtype=np.int64).reshape(len(part), -1) for part in (dense, sparse, reshard, batches, *jobs)]
+    log += _wires(scenario)
+    reshard, overlap = _reshard(scenario, log), _overlap(scenario, log)
+    parts = [np.array(part, dtype=np.int64).reshape(len(part), -1) for part in (dense, sparse, reshard, batches, *jobs, overlap)]
     grid = np.meshgrid(*[np.arange(len(p)) for p in parts], indexing="ij")
     table = np.concatenate([p[g.ravel()] for p, g in zip(parts, grid)], axis=1)
     order = (
@@ -194,12 +201,16 @@ def build_space(scenario: ResolvedScenario) -> Space:
         "batching",
         "transport",
         "execution",
+        "input_overlap",
     )
     columns = {name: table[:, i] for i, name in enumerate(order)}
     keep = np.ones(len(table), dtype=bool)
     # Without sharded parameters there is nothing to reshard: one of the two is the same job as the other.
     if "reshard_after_forward" not in scenario.pins.layout:
         keep &= ~((columns["fsdp"] == 1) & (columns["reshard_after_forward"] == 0))
+    # A group of one rank exchanges no ids ahead of time.
+    if scenario.input_overlap is None:
+        keep &= ~((columns["sparse_group"] == 1) & (columns["input_overlap"] == 1))
     for partial in scenario.pins.exclude.layouts:
         match = np.ones(len(table), dtype=bool)
         for key, value in partial.items():
@@ -354,6 +365,14 @@ def _reshard(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int]
     return [(1,), (0,)]
 
 
+def _overlap(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int]]:
+    pinned = scenario.input_overlap
+    if pinned is not None:
+        log.append(Excluded(what=f"input_overlap {not pinned}", why="the other one is pinned", kind="pinned"))
+        return [(int(pinned),)]
+    return [(0,), (1,)]
+
+
 def _batches(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int]]:
     """(local_batch, accumulation) with local_batch x accumulation x world = global batch."""
     world = scenario.cluster.num_ranks
@@ -466,6 +485,16 @@ def _region_choices(scenario: ResolvedScenario, region: Region, log: list[Exclud
                   if not (p == "fp32" and c in QUANTIZED))
     if not found:
         raise UsageError(f"scenario {scenario.name}: region {region.name}: {', '.join(policies)} needs a precision of 16 bits or less, not fp32")
+    return found
+
+
+def _wires(scenario: ResolvedScenario) -> list[Excluded]:
+    """Formats on the wire that are out: the scenario alone decides them, by pins."""
+    found = []
+    for what, used in zip(("wire", "wire_gradients"), wires(scenario.model.tables, scenario.pins.wire, scenario.pins.wire_gradients)):
+        kind = "pinned" if getattr(scenario.pins, what) else "excluded"
+        why = f"{used} is pinned" if kind == "pinned" else f"{used} is the default; {UNASKED_WIRE}"
+        found += [Excluded(what=f"{what} {name}", why=why, kind=kind) for name in get_args(Wire) if name != used]
     return found
 
 

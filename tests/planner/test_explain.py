@@ -1,12 +1,14 @@
 """Explanations: shadow prices of what binds, runners-up that differ, sensitivities that point the right way."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
 from benchmarks.instances import instance
 from costmodel.estimate import estimate
 from costmodel.memory import BlockMemory
+from costmodel.plan import Wire
 from costmodel.workload import Lengths
 from planner.bounds import Cut, Durations
 from planner.cli import main
@@ -96,11 +98,12 @@ def test_the_listing_has_every_option_offered_or_out(name, predict_only):
     offered = {o.what: o.values for o in listed.offers}
     assert listed.candidates == len(build_space(scenario).candidates)
     for what, known in (("batching", BATCHINGS), ("transport", TRANSPORTS), ("execution", EXECUTIONS), ("precision", PRECISIONS),
-                        ("checkpoint", CHECKPOINTS), ("sharding", SHARDINGS)):
+                        ("checkpoint", CHECKPOINTS), ("sharding", SHARDINGS), ("wire", get_args(Wire)), ("wire_gradients", get_args(Wire))):
         here = {v for key, values in offered.items() if key.split()[0] == what for v in values}
         out = " ".join(e.what for e in listed.excluded if e.what.startswith(what))
         assert all(any(v.startswith(option) for v in here) or option in out for option in known), what
     assert all(e.why for e in listed.excluded)
+    assert offered["input_overlap"] == ("0", "1")
     assert ("ncclx" in offered["transport"]) == predict_only
 
 
@@ -109,9 +112,9 @@ def test_the_space_on_the_command_line(capsys):
 
     assert main(["explain", "quickstart", "--space", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["candidates"] == 36 and {"what": "transport", "values": ["gloo"]} in answer["offers"]
+    assert answer["candidates"] == 48 and {"what": "transport", "values": ["gloo"]} in answer["offers"]
     assert main(["explain", "quickstart", "--space"]) == 0
-    assert "36 candidates" in capsys.readouterr().out
+    assert "48 candidates" in capsys.readouterr().out
 
 
 def test_a_plan_cannot_be_explained_without_another(tmp_path, capsys):
