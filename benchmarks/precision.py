@@ -1,8 +1,9 @@
-"""Formats below 16 bits: `python -m benchmarks.precision [--stage memory wire quality cuda] [--events N] [--seeds N] [--resume]`.
+"""Formats below 16 bits: `python -m benchmarks.precision [--stage memory wire quality movielens cuda] [--events N] [--seeds N] [--resume]`.
 
     memory    saved activations of a wide block, 8 and 4 bits against 16, tracked bytes
     wire      bytes of rows and gradients by format, packed by the runtime
     quality   gate 2 of two recipes on the synthetic stream, one built to fail
+    movielens gate 2 of the mild one on MovieLens-100K
     cuda      linear layers forward and backward with their quantisation against bf16 (needs a device that multiplies the format)
 """
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from benchmarks.results import Row, write
 from costmodel.model import LayerGroup
 from costmodel.plan import Plan
+from costmodel.state import movielens_path
 from costmodel.wire import LOW_WIRES
 from costmodel.workload import Lengths
 from planner import gates
@@ -85,9 +87,31 @@ def recipes(events: int) -> dict[str, Plan]:
 
 def quality(events: int, seeds: int) -> list[Row]:
     """Gate 2 in this process: no process group is needed on one rank."""
+    found = judge(recipes(events), seeds, events)
+    rows = [_verdict_row(f"gate 2, {name}: relative NE over bf16", gate, events, "the synthetic stream") for name, gate in found.items()]
+    decided = sum(gate.verdict != "inconclusive" for gate in found.values())
+    return [*rows, Row(name="gate 2: recipes with a verdict", value=decided, unit="of 2", target=2, note="other than inconclusive, measured here"),
+            Row(name="gate 2: events trained a recipe", value=events * seeds, unit="events", target=20e6, note="measured here, " + "; ".join(
+                f"{name}: {_still_needed(gate, events)}" for name, gate in found.items()))]
+
+
+def movielens(events: int, seeds: int) -> list[Row]:
+    """Gate 2 of the mild recipe on MovieLens-100K, the first `events` of each seed's order, all held-out events."""
+    if not movielens_path().exists():
+        print("movielens: not prepared; `planner data movielens`, then again", file=sys.stderr)
+        return []
+    plan = recipes(events)["row-wise fp8"]
+    base, _ = default_plan(load_scenario("quickstart", with_variants=False))
+    load = dataclasses.replace(base.workload, num_steps=events // plan.local_batch)
+    gate = judge({"MovieLens": dataclasses.replace(plan, workload=load)}, seeds, events)["MovieLens"]
+    return [_verdict_row("gate 2 on MovieLens, row-wise fp8: relative NE over bf16", gate, events, "MovieLens-100K")]
+
+
+def judge(plans: dict[str, Plan], seeds: int, events: int) -> dict[str, gates.Gate]:
+    """The quality gate of each plan; trainings that two of them share run once."""
     known: dict[tuple, gates.Trained] = {}
 
-    def train(plan: Plan, _name: str) -> gates.Trained:
+    def train(plan: Plan) -> gates.Trained:
         key = (plan.seed, plan.identity())
         if key not in known:
             start = time.perf_counter()
@@ -96,17 +120,25 @@ def quality(events: int, seeds: int) -> list[Row]:
             known[key] = max(trainer.evaluate().values()), (time.perf_counter() - start) / max(1, trainer.step)
         return known[key]
 
-    rows, decided = [], 0
-    for name, plan in recipes(events).items():
-        found = gates.validate(dataclasses.replace(plan, emulated=("emulated",)), train, seeds=seeds, tolerance=TOLERANCE,
-                               events=events, blame=False, progress=lambda text, name=name: print(f"{name}: {text}", file=sys.stderr)).quality
-        more = f", {found.events_needed:,} events would decide" if found.events_needed else ""
-        note = (f"{found.verdict}: 95 % bounds {found.lower:+.5%} to {found.upper:+.5%}, allowed {TOLERANCE:.2%}; {seeds} seeds x {events:,} events "
-                f"of the synthetic stream on the CPU{more}")
-        rows.append(Row(name=f"gate 2, {name}: relative NE over bf16", value=found.mean, unit="ratio", better="lower", note=note))
-        decided += found.verdict != "inconclusive"
-    return [*rows, Row(name="gate 2: recipes with a verdict", value=decided, unit="of 2", target=2, note="other than inconclusive, measured here"),
-            Row(name="gate 2: events trained a recipe", value=events * seeds, unit="events", target=20e6, note="measured here")]
+    def say(name: str):
+        return lambda text: print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+    return {name: gates.validate(dataclasses.replace(plan, emulated=("emulated",)), lambda asked: [train(one) for one, _ in asked], seeds=seeds,
+                                 tolerance=TOLERANCE, events=events, blame=False, progress=say(name)).quality for name, plan in plans.items()}
+
+
+def _verdict_row(name: str, gate: gates.Gate, events: int, what: str) -> Row:
+    note = (f"{gate.verdict}: 95 % bounds {gate.lower:+.5%} to {gate.upper:+.5%}, allowed {TOLERANCE:.2%}; {len(gate.differences)} seeds x "
+            f"{events:,} events of {what} on the CPU; {_still_needed(gate, events)}")
+    return Row(name=name, value=gate.mean, unit="ratio", better="lower", note=note)
+
+
+def _still_needed(gate: gates.Gate, events: int) -> str:
+    """Events beyond those used that a verdict at the default tolerance needs, were mean and deviation to stay."""
+    used = len(gate.differences) * events
+    if gate.verdict != "inconclusive":
+        return f"{used:,} events used, 0 more needed"
+    return f"{used:,} events used, " + (f"{gate.events_needed - used:,} more would decide" if gate.events_needed else gate.reason)
 
 
 def cuda() -> list[Row]:
@@ -140,12 +172,13 @@ def _seconds(width: int, precision: str, device: torch.device) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.precision")
-    parser.add_argument("--stage", nargs="+", choices=("memory", "wire", "quality", "cuda"), default=["memory", "wire", "quality"])
+    parser.add_argument("--stage", nargs="+", choices=("memory", "wire", "quality", "movielens", "cuda"), default=["memory", "wire", "quality"])
     parser.add_argument("--events", type=int, default=200_000, help="events of each training")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--resume", action="store_true", help="keep rows of an earlier file")
     options = parser.parse_args(arguments)
-    stages = {"memory": memory, "wire": wire, "quality": lambda: quality(options.events, options.seeds), "cuda": cuda}
+    stages = {"memory": memory, "wire": wire, "quality": lambda: quality(options.events, options.seeds),
+              "movielens": lambda: movielens(options.events, options.seeds), "cuda": cuda}
     rows = [row for name in options.stage for row in stages[name]()]
     device = "h200" if torch.cuda.is_available() else "cpu"
     path = write(f"precision-{device}", rows, command="python -m benchmarks.precision " + " ".join(arguments or sys.argv[1:]), resume=options.resume,

@@ -33,8 +33,8 @@ MIN_SEEDS, MOST_NEEDED = 3, 10_000
 VERDICT_FILE = "verdict.json"
 Verdict = Literal["pass", "fail", "inconclusive", "not_applicable"]
 Trained = tuple[float, float]
-Train = Callable[[Plan, str], Trained]
-"""Trains a plan; the name tells it from others. Returns (NE of the worst task, median step seconds)."""
+Train = Callable[[Sequence[tuple[Plan, str]]], Sequence[Trained]]
+"""Trains plans of one shape, each with a name that tells it from others. Returns (NE of the worst task, median step seconds) of each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,27 +116,28 @@ def validate(plan: Plan, train: Train, *, seeds: int, tolerance: float, events: 
     if not below:
         raise ValueError("nothing of this plan is below 16 bits: there is nothing to validate")
     numbers = [plan.seed + k for k in range(seeds)]
-    references = {}
-    for number in numbers:
-        progress(f"seed {number}: 16-bit reference")
-        references[number] = train(dataclasses.replace(restricted(plan, ()), seed=number), f"reference-{number}")
 
-    def differences(keep: Sequence[str], name: str) -> list[Trained]:
-        found = []
-        for number in numbers:
-            progress(f"seed {number}: {name}")
-            ne, seconds = train(dataclasses.replace(restricted(plan, keep), seed=number), f"{name.replace(' ', '-')}-{number}")
-            found.append((ne / references[number][0] - 1, seconds / references[number][1] - 1))
-        return found
+    def asked(keep: Sequence[str], name: str) -> list[tuple[Plan, str]]:
+        progress(f"{len(numbers)} seeds: {name}")
+        return [(dataclasses.replace(restricted(plan, keep), seed=number), f"{name.replace(' ', '-')}-{number}") for number in numbers]
 
-    pairs = differences(below, "plan")
+    def differences(found: Sequence[Trained]) -> list[Trained]:
+        return [(ne / of_ne - 1, seconds / of_seconds - 1) for (ne, seconds), (of_ne, of_seconds) in zip(found, references)]
+
+    first = train(asked((), "16-bit reference") + asked(below, "plan"))
+    references = first[:seeds]
+    pairs = differences(first[seeds:])
     quality = decide([d for d, _ in pairs], tolerance, events=events)
     time = decide([d for _, d in pairs], 0.0)
     if plan.emulated:
         time = Gate(verdict="not_applicable", reason="; ".join(plan.emulated))
     found: tuple[str, ...] = ()
     if blame and quality.verdict == "fail":
-        found = bisect(below, lambda keep: decide([d for d, _ in differences(keep, "only " + " + ".join(keep))], tolerance).verdict == "fail")
+        def fails(keep: Sequence[str]) -> bool:
+            alone = differences(train(asked(keep, "only " + " + ".join(keep))))
+            return decide([d for d, _ in alone], tolerance).verdict == "fail"
+
+        found = bisect(below, fails)
     return Validation(plan_identity=plan.identity(), reference_identity=restricted(plan, ()).identity(), time=time, quality=quality, events=events,
                       blame=found)
 

@@ -1,9 +1,9 @@
-"""`planner validate`: the trainings behind the gates of `planner.gates`, as subprocesses like any run."""
+"""`planner validate`: the trainings behind the gates of `planner.gates`, as subprocesses like any run; those of one kind share one."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from costmodel import launch
@@ -12,7 +12,7 @@ from costmodel.runresult import RunResult
 from planner import gates, runner
 from planner.errors import Interrupted, RunFailed, UsageError
 from planner.report.console import grid
-from planner.run import PLAN_FILE, RESULT_FILE, check_executable, command, load_plan
+from planner.run import PLAN_FILE, RESULT_FILE, check_executable, load_plan
 
 load = load_plan
 FOLDER = "validation"
@@ -28,7 +28,7 @@ def run(directory: Path | str, *, seeds: int, steps: int | None, tolerance: floa
         folder = directory / FOLDER
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            found = gates.validate(plan, lambda one, name: train(one, folder / name, steps), seeds=seeds, tolerance=tolerance or plan.ne_tolerance,
+            found = gates.validate(plan, lambda asked: train(asked, folder, steps, progress), seeds=seeds, tolerance=tolerance or plan.ne_tolerance,
                                    events=trained_events(plan, steps), blame=blame, progress=progress)
         except ValueError as error:
             raise UsageError(str(error)) from error
@@ -41,19 +41,26 @@ def trained_events(plan: Plan, steps: int | None) -> int:
     return number * plan.local_batch * plan.accumulation * plan.layout.world_size if number else 0
 
 
-def train(plan: Plan, folder: Path, steps: int | None) -> gates.Trained:
-    """(NE of the worst task, median step seconds) of one training in a folder of its own; its checkpoint is not kept."""
-    folder.mkdir(parents=True)
-    plan.save(folder / PLAN_FILE)
-    outcome = runner.follow(command(plan, folder, steps=steps), variables=launch.environment(plan.cluster), log=folder / "run.log",
-                            on_event=lambda event: None)
+def train(asked: Sequence[tuple[Plan, str]], folder: Path, steps: int | None, progress: Callable[[str], None]) -> list[gates.Trained]:
+    """(NE of the worst task, median step seconds) of each training, all in one job, each in a folder of its own."""
+    folders = [folder / name for _, name in asked]
+    for (plan, _), own in zip(asked, folders):
+        own.mkdir(parents=True)
+        plan.save(own / PLAN_FILE)
+    cluster = asked[0][0].cluster
+    command = launch.torchrun_command("runtime.trainings", [*map(str, folders), *(["--steps", str(steps)] if steps is not None else [])],
+                                      ranks_per_host=cluster.devices_per_host, num_hosts=cluster.num_hosts)
+    outcome = runner.follow(command, variables=launch.environment(cluster), log=folder / "run.log",
+                            on_event=lambda event: progress(f"{event['folder']} trained") if event["event"] == "trained" else None)
     if outcome.interrupted:
         raise Interrupted("interrupted; no verdict was written")
+    return [_read(own, outcome) for own in folders]
+
+
+def _read(folder: Path, outcome: runner.Outcome) -> gates.Trained:
     result = RunResult.load(folder / RESULT_FILE) if (folder / RESULT_FILE).is_file() else None
     if outcome.returncode or result is None or not result.quality.ne or result.measured is None:
-        reason = (result.message if result else "") or outcome.reason() or "no held-out events or no measured step"
-        raise RunFailed(f"{folder.name}: {reason}\nfull log: {outcome.log}")
-    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+        raise RunFailed(f"{folder.name}: {outcome.reason() or 'no held-out events or no measured step'}\nfull log: {outcome.log}")
     return max(result.quality.ne.values()), result.measured.step_time_s.median
 
 

@@ -9,6 +9,7 @@ several operators save is kept once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,28 +23,39 @@ from kernels.norm_quant import Quantized, quantize
 QUANTIZED_POLICIES = ("quantized", "quantized4")
 MX4_BLOCK = 32
 _MX4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MX4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _MX4_EXPONENT = 2  # 6 = 1.5 x 2^2
 
 
 def to_mx4(x: Tensor) -> tuple[Tensor, Tensor]:
     """(codes, two to a byte; E8M0 scales as uint8) of the elements of `x` in order, completed by zeros to blocks of 32. The scale is the OCP rule's,
-    2^(floor(log2 amax) - 2); magnitudes above 6 saturate."""
-    flat = torch.nn.functional.pad(x.float().flatten(), (0, -x.numel() % MX4_BLOCK)).view(-1, MX4_BLOCK)
-    amax = flat.abs().amax(1)
+    2^(floor(log2 amax) - 2); magnitudes above 6 saturate, midpoints go to the smaller magnitude. Exact for `x` of 16 bits."""
+    flat = x.float().flatten()
+    if missing := -flat.numel() % MX4_BLOCK:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    flat = flat.view(-1, MX4_BLOCK)
+    sizes = flat.abs()
+    amax = sizes.amax(1)
     exponent = (amax.contiguous().view(torch.int32) >> 23) - _MX4_EXPONENT
     scales = torch.where(amax.isfinite(), exponent.clamp(min=1), _fp8.E8M0_NAN).to(torch.uint8)
-    scaled = flat / _fp8.e8m0_scale(scales).unsqueeze(1)
-    codes = torch.bucketize(scaled.abs(), torch.tensor(_MX4_BOUNDS, device=x.device)) + 8 * (scaled < 0)
-    pairs = codes.to(torch.uint8).view(-1, 2)
+    sizes = sizes.div_(_fp8.e8m0_scale(scales).unsqueeze(1))
+    # a magnitude's code is piecewise linear and concave: 2 a up to 2, a + 2 up to 4, a / 2 + 4 beyond
+    places = torch.minimum(torch.minimum(sizes * 2, sizes + 2), sizes * 0.5 + 4)
+    codes = places.sub_(0.5).ceil_().clamp_(max=7.0).nan_to_num_().to(torch.uint8) | (flat < 0).to(torch.uint8) << 3
+    pairs = codes.view(-1, 2)
     return pairs[:, 0] | pairs[:, 1] << 4, scales
 
 
 def from_mx4(codes: Tensor, scales: Tensor, numel: int) -> Tensor:
     """The first `numel` elements, fp32."""
-    levels = torch.tensor([*_MX4_LEVELS, *(-v for v in _MX4_LEVELS)], device=codes.device)
-    values = levels[torch.stack([codes & 15, codes >> 4], dim=1).long()].view(-1, MX4_BLOCK)
-    return (values * _fp8.e8m0_scale(scales).unsqueeze(1)).flatten()[:numel]
+    values = _mx4_pairs(codes.device).index_select(0, codes.int()).view(-1, MX4_BLOCK)
+    return values.mul_(_fp8.e8m0_scale(scales).unsqueeze(1)).flatten()[:numel]
+
+
+@functools.cache
+def _mx4_pairs(device: torch.device) -> Tensor:
+    """Both values of every byte of codes, `(256, 2)` fp32."""
+    levels, byte = torch.tensor([*_MX4_LEVELS, *(-v for v in _MX4_LEVELS)]), torch.arange(256)
+    return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=1).to(device)
 
 
 @dataclasses.dataclass(slots=True)
