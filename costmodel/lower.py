@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -40,7 +41,7 @@ from costmodel.quantity import Source, worst
 from costmodel.regions import Region, regions
 from costmodel.sparse import GroupWork, TableLoads, group_work, table_loads
 from costmodel.stepgraph import COMPUTE, H2D, HOST, StepGraph, Task, tier_stream
-from costmodel.wire import LOW_WIRES, wire_bytes, wires
+from costmodel.wire import LOW_WIRES, gather_width, wire_bytes, wires
 
 # Main-thread time of a step outside everything else (loop, metrics) [Assumed where not measured].
 STEP_OVERHEAD_SECONDS = 2e-4
@@ -545,7 +546,7 @@ class _Builder:
         """All-gather of a unit's parameters; None where nothing is gathered."""
         if not self.wrapped:
             return None
-        width = dtype_bytes(activation_dtype(unit.precision))
+        width = gather_width(unit.region.block, dtype_bytes(activation_dtype(unit.precision)), self.plan.gather_dtype)
         asked = [("all_gather", width * ranks * elements, axis) for axis, ranks, elements in unit.region.block.shards(self.plan.layout.fsdp)]
         return self.collectives(f"gather {unit.region.name}", asked, deps=(before,), region=unit.region.name)
 
@@ -559,7 +560,14 @@ class _Builder:
         if not self.wrapped:
             return None
         cost = self.pricer.unit("fsdp_gather", unit.region.block)
+        if self.plan.gather_dtype is not None and unit.precision != "fp32" and self.plan.layout.fsdp > 1:
+            cost = _summed([cost, self.pricer.ops(self.gather_conversions(unit.region.block), FORWARD)])
         return self.compute(f"unshard {unit.region.name}", cost, phase, unit.region.name, deps=(gather,))
+
+    def gather_conversions(self, block: Block) -> list[Op]:
+        """A rank's shard of a block quantised before it is gathered, and all shards restored behind it: the same bytes the other way round."""
+        shapes = [(math.prod(shape[:-1]), shape[-1]) for _, shape in block.parameters if len(shape) > 1]
+        return [op("quantize", m=rows / n, n=width) for rows, width in shapes for n in (self.plan.layout.fsdp, 1)]
 
     def backward(self, *, reduce: bool) -> list[int | None]:
         """Returns the reductions that the optimizer waits for."""
@@ -587,14 +595,15 @@ class _Builder:
         return reductions
 
     def reduce(self, unit: _Unit, scattered: int | None, reduced: int | None) -> tuple[int | None, int | None]:
-        """Reduce-scatter over fsdp, then all-reduce of the shard over ddp, both fp32. Takes and returns the ends of the last (scatter, both)."""
+        """Reduce-scatter over fsdp, then all-reduce of the shard over ddp, in the plan's reduce_dtype. Takes and returns the ends of the last
+        (scatter, both)."""
         block, name, layout = unit.region.block, unit.region.name, self.plan.layout
         cost = self.pricer.unit("fsdp_reduce", block)
         done: int | None = self.compute(f"pack gradients {name}", cost, "backward", name, deps=(scattered,))
-        shards = block.shards(layout.fsdp)
-        scatter = self.collectives(f"reduce {name}", [("reduce_scatter", 4.0 * elements * ranks, axis) for axis, ranks, elements in shards],
+        shards, width = block.shards(layout.fsdp), float(dtype_bytes(self.plan.reduce_dtype))
+        scatter = self.collectives(f"reduce {name}", [("reduce_scatter", width * elements * ranks, axis) for axis, ranks, elements in shards],
                                    deps=(done, reduced), region=name)
-        summed = self.collectives(f"all-reduce {name}", [("all_reduce", 4.0 * elements, "ddp") for *_, elements in shards],
+        summed = self.collectives(f"all-reduce {name}", [("all_reduce", width * elements, "ddp") for *_, elements in shards],
                                   deps=(done, scatter), region=name)
         return scatter, summed if summed is not None else scatter
 

@@ -138,7 +138,8 @@ class Plan:
     `prediction` is an encoded `costmodel.estimate.Estimate`; `predict_only` lists reasons why no code here can execute the plan (empty: executable);
     `search` holds the certificate (status, gaps) where a search made it. `exchange`: what a rank is sent of pooled tables, distinct `rows` (the
     runtime) or bags `pooled` by their owner, one row a bag and row-wise shard (HugeCTR, torchrec); `wire`: number format of what is sent (default:
-    the tables'), `wire_gradients`: of what comes back (default: as `wire`, bf16 where that is below 16 bits; `costmodel.wire`). `recipe`: what
+    the tables'), `wire_gradients`: of what comes back (default: as `wire`, bf16 where that is below 16 bits; `costmodel.wire`). `gather_dtype`:
+    what FSDP gathers parameters of regions below fp32 in (default: 16 bits), `reduce_dtype`: what it reduces gradients in. `recipe`: what
     layers below 16 bits do besides (`runtime.precision.linear`). `emulated`: number formats that the device has not, whose numbers are exact and
     whose speed says nothing. `ne_tolerance`: relative NE that `planner validate` allows the plan over itself in 16 bits.
     `input_overlap`: the ids of the next micro-batch are exchanged while this one is computed, instead of when they are needed.
@@ -159,6 +160,8 @@ class Plan:
     input_overlap: bool = False
     wire: Wire | None = None
     wire_gradients: Wire | None = None
+    gather_dtype: Literal["fp8"] | None = None
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     recipe: tuple[RecipeOption, ...] = ()
     regions: tuple[RegionPlan, ...]
     tables: tuple[TablePlacement, ...]

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from costmodel.model import TableGroup
 from costmodel.plan import Plan, Wire
 from costmodel.sparse import TableLoads
+
+if TYPE_CHECKING:
+    from costmodel.blocks import Block
 
 SCALE_BYTES = 4
 LOW_WIRES = ("fp8", "int8", "int4")
@@ -24,6 +28,15 @@ _ELEMENT_BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8"
 def row_bytes(wire: str, width: int) -> int:
     """Bytes of one row of `width` elements, its scale included."""
     return math.ceil(_ELEMENT_BYTES[wire] * width) + (SCALE_BYTES if wire in LOW_WIRES else 0)
+
+
+def gather_width(block: Block, width: float, gather_dtype: str | None) -> float:
+    """Mean bytes of a parameter of `block` on the wire of FSDP's all-gather, where its region computes in `width` bytes. In fp8 parameters of two
+    or more dimensions have a scale a row of the last one, the others keep 16 bits (runtime.precision.gather)."""
+    if gather_dtype is None or width > 2:
+        return width
+    sizes = [(math.prod(shape), shape[-1] if len(shape) > 1 else 0) for _, shape in block.parameters]
+    return sum(n + SCALE_BYTES * n / last if last else 2.0 * n for n, last in sizes) / max(1, sum(n for n, _ in sizes))
 
 
 def wires(tables: Iterable[TableGroup], forward: Wire | None, gradients: Wire | None) -> tuple[Wire, Wire]:

@@ -41,7 +41,7 @@ from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
 from costmodel.regions import regions
 from costmodel.sparse import group_work
-from costmodel.wire import wire_bytes
+from costmodel.wire import gather_width, wire_bytes
 from planner.bounds import least_serving, mean_loads
 from planner.pricing import Pricing
 from planner.replication import below, steepest
@@ -185,13 +185,14 @@ class _Bounds:
         groups, layout = layout_groups(plan.layout), plan.layout
         wrapped, gpu = layout.world_size > 1, plan.cluster.device.kind == "gpu"
         cap = (1.0 - RATE_FLOOR) / max(1, len(plan.cluster.tiers)) * gpu
-        table = []
+        table, reduced = [], float(dtype_bytes(plan.reduce_dtype))
         found = regions(plan.model, layout)
         for r in found:
             gather, scatter, summed, taken_gather, taken_reduce = np.zeros(5)
             for axis, ranks, elements in r.block.shards(layout.fsdp):
-                costs = (net.cost("all_gather", self.low[r.name] * ranks * elements, groups[axis]),
-                         net.cost("reduce_scatter", 4.0 * elements * ranks, groups[axis]), net.cost("all_reduce", 4.0 * elements, groups["ddp"]))
+                costs = (net.cost("all_gather", gather_width(r.block, self.low[r.name], plan.gather_dtype) * ranks * elements, groups[axis]),
+                         net.cost("reduce_scatter", reduced * elements * ranks, groups[axis]),
+                         net.cost("all_reduce", reduced * elements, groups["ddp"]))
                 gather, scatter, summed = (total + cost.seconds for total, cost in zip((gather, scatter, summed), costs))
                 taken_gather += min(costs[0].share, cap) * costs[0].seconds
                 taken_reduce += sum(min(cost.share, cap) * cost.seconds for cost in costs[1:])

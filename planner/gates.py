@@ -71,10 +71,10 @@ class Validation:
 
 
 def parts(plan: Plan) -> tuple[str, ...]:
-    """What of the plan is below 16 bits: `precision REGION`, `checkpoint REGION`, `wire`."""
+    """What of the plan is below 16 bits: `precision REGION`, `checkpoint REGION`, `wire`, `gather`."""
     found = [f"precision {r.region}" for r in plan.regions if any(o.precision in LOW_PRECISIONS for o in r.options)]
     found += [f"checkpoint {r.region}" for r in plan.regions if any(o.checkpoint in QUANTIZED for o in r.options)]
-    return tuple(found) + (("wire",) if {plan.wire, plan.wire_gradients} & set(LOW_WIRES) else ())
+    return (*found, *["wire"] * bool({plan.wire, plan.wire_gradients} & set(LOW_WIRES)), *["gather"] * (plan.gather_dtype is not None))
 
 
 def restricted(plan: Plan, keep: Sequence[str]) -> Plan:
@@ -84,6 +84,7 @@ def restricted(plan: Plan, keep: Sequence[str]) -> Plan:
         checkpoint="none" if o.checkpoint in QUANTIZED and f"checkpoint {r.region}" not in keep else o.checkpoint) for o in r.options))
         for r in plan.regions)
     plan = dataclasses.replace(plan, regions=regions, prediction={}, search={}, emulated=())
+    plan = plan if "gather" in keep else dataclasses.replace(plan, gather_dtype=None)
     return plan if "wire" in keep else dataclasses.replace(plan, wire=None, wire_gradients=None)
 
 

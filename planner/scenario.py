@@ -119,6 +119,8 @@ class ScenarioFile(_Part):
     sharding: dict[str, Sharding] = {}
     wire: Wire | None = None
     wire_gradients: Wire | None = None
+    gather_dtype: Literal["fp8"] | None = None
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     recipe: tuple[RecipeOption, ...] = ()
     exclude: ExcludeFile = ExcludeFile()
     search: SearchFile = SearchFile()
@@ -158,6 +160,8 @@ class Pins:
     sharding: dict[str, str] = dataclasses.field(default_factory=dict)
     wire: str | None = None
     wire_gradients: str | None = None
+    gather_dtype: str | None = None
+    reduce_dtype: str = "fp32"
     recipe: tuple[str, ...] = ()
     exclude: Exclusions = Exclusions()
 
@@ -402,7 +406,7 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
         **{
             name: getattr(parsed, name)
             for name in ("local_batch", "accumulation", "batching", "transport", "execution", "precision", "checkpoint", "sharding", "wire",
-                         "wire_gradients", "recipe")
+                         "wire_gradients", "gather_dtype", "reduce_dtype", "recipe")
         },
     )
     left_out = [((slot, *path), value) for slot in _SLOTS for path, value in defaults(getattr(parsed, slot))]

@@ -500,7 +500,8 @@ def _wires(scenario: ResolvedScenario) -> list[Excluded]:
 
 def low_precision_pins(scenario: ResolvedScenario) -> dict[str, object]:
     """The fields of Plan that only a scenario decides, as they change training: formats on the wire, and what layers below 16 bits do besides."""
-    return {name: getattr(scenario.pins, name) for name in ("wire", "wire_gradients", "recipe")} | {"ne_tolerance": scenario.ne_tolerance}
+    return {name: getattr(scenario.pins, name) for name in ("wire", "wire_gradients", "gather_dtype", "reduce_dtype", "recipe")
+            } | {"ne_tolerance": scenario.ne_tolerance}
 
 
 def table_choices(

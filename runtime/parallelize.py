@@ -7,8 +7,8 @@ are a unit of their own, sharded over efsdp = fsdp / ep ranks (`runtime.experts`
 dense part, per micro-batch, units in forward order:
 
     forward    unit u: all-gather of its parameters (param dtype), then its compute; with `reshard_after_forward` they are freed after it
-    backward   unit u, last to first: all-gather again if it was freed; its compute; reduce-scatter of its gradients (fp32), then with
-               ddp > 1 all-reduce of the scattered gradients (fp32) over the ddp axis. Under accumulation gradients are reduced on the last
+    backward   unit u, last to first: all-gather again if it was freed; its compute; reduce-scatter of its gradients (reduce_dtype), then with
+               ddp > 1 all-reduce of the scattered gradients (same) over the ddp axis. Under accumulation gradients are reduced on the last
                micro-batch only.
 
 On gloo every one of them is issued and waited for by the main thread at that place, so nothing overlaps and the whole wait is
@@ -30,12 +30,16 @@ choose which rank trains which samples (`runtime.balance`).
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
 
 from costmodel.plan import Plan, RegionOption
 from costmodel.precision import LOW_PRECISIONS
@@ -47,10 +51,12 @@ from runtime.mixed_precision import compute_in
 from runtime.model import GEM
 from runtime.model.experts import ExpertPool
 from runtime.phases import PhaseTimer
+from runtime.precision.gather import ShardFormat
 from runtime.precision.linear import use_low_precision
 from runtime.precision.saved import QUANTIZED_POLICIES, quantize_saved
 
 PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, **dict.fromkeys(LOW_PRECISIONS, torch.bfloat16)}
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -59,6 +65,7 @@ class Parallelized:
 
     dense: GEM
     embeddings: ShardedEmbeddings
+    gathers: tuple[TimedAllGather, ...] = ()
 
     def set_last_microbatch(self, last: bool) -> None:
         """Whether the next backward reduces gradients."""
@@ -87,9 +94,8 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
                 block.register_forward_pre_hook(_in_fp32)
     for block, option in blocks:
         _transform(block, option, compiled=plan.execution == "compile", cast=not wrapped and option.precision != "fp32")
-    if wrapped:
-        _fully_shard(model, blocks, plan=plan, meshes=meshes, timer=timer)
-    return Parallelized(dense=model, embeddings=embeddings)
+    gathers = _fully_shard(model, blocks, plan=plan, meshes=meshes, timer=timer) if wrapped else ()
+    return Parallelized(dense=model, embeddings=embeddings, gathers=gathers)
 
 
 def _in_fp32(_block: nn.Module, inputs: tuple) -> tuple:
@@ -144,21 +150,36 @@ def block_options(model: GEM, plan: Plan) -> list[tuple[nn.Module, RegionOption]
     return found
 
 
-def _fully_shard(model: GEM, blocks: list[tuple[nn.Module, RegionOption]], *, plan: Plan, meshes: Meshes, timer: PhaseTimer) -> None:
+def _fully_shard(model: GEM, blocks: list[tuple[nn.Module, RegionOption]], *, plan: Plan, meshes: Meshes, timer: PhaseTimer
+                 ) -> tuple[TimedAllGather, ...]:
+    """Returns every unit's all-gather. Raises ValueError where parameters are to be gathered in 8 bits and no region computes in fewer than 32."""
+    if plan.gather_dtype is not None and all(option.precision == "fp32" for _, option in blocks):
+        raise ValueError(f"gather_dtype {plan.gather_dtype}: every region computes in fp32, nothing would be gathered in 8 bits; pin precision: bf16")
+    formats: dict[nn.Module, ShardFormat] = {}
+
+    def shard(module: nn.Module, over: DeviceMesh, option: RegionOption) -> None:
+        own = [p.shape for p in module.parameters() if not isinstance(p, DTensor)]
+        if plan.gather_dtype is not None and option.precision != "fp32" and over.size() > 1:
+            formats[module] = ShardFormat.of(own, over.size())
+        policy = MixedPrecisionPolicy(param_dtype=PARAM_DTYPES[option.precision], reduce_dtype=REDUCE_DTYPES[plan.reduce_dtype])
+        fully_shard(module, mesh=over, reshard_after_forward=reshard, mp_policy=policy)
+
     assert meshes.dense is not None, "fully_shard needs a process group"
     mesh, reshard = meshes.dense["fsdp"], plan.layout.reshard_after_forward
     for block, option in blocks:
-        policy = MixedPrecisionPolicy(param_dtype=PARAM_DTYPES[option.precision], reduce_dtype=torch.float32)
         for pool in expert_pools(block) if meshes.experts is not None else ():
-            fully_shard(pool, mesh=meshes.experts["efsdp"], reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            shard(pool, meshes.experts["efsdp"], option)
+        shard(block, mesh, option)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    gathers = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(TimedAllGather(timer))
+            gathers.append(TimedAllGather(timer, formats.get(module)))
+            module.set_custom_all_gather(gathers[-1])
             module.set_custom_reduce_scatter(TimedReduceScatter(timer))
             if plan.layout.ddp > 1:
                 module.set_all_reduce_hook(_ddp_hook(meshes.dense["ddp"].get_group(), timer))
+    return tuple(gathers)
 
 
 def _ddp_hook(group: dist.ProcessGroup, timer: PhaseTimer):
@@ -183,13 +204,26 @@ class _Allocating:
 
 
 class TimedAllGather(_Allocating, AllGather):
-    """FSDP2's all-gather with its wait timed: at once on the host's backends, where the compute stream waits on CUDA."""
+    """FSDP2's all-gather with its wait timed: at once on the host's backends, where the compute stream waits on CUDA. With a `format` shards are
+    packed before they are sent and restored behind the wait. `sent_bytes`: of this rank's shards so far."""
+
+    def __init__(self, timer: PhaseTimer, format: ShardFormat | None = None) -> None:
+        super().__init__(timer)
+        self.format, self.sent_bytes = format, 0
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
-        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+        sent, received = input_tensor, output_tensor
+        if self.format is not None:
+            sent = self.format.pack(input_tensor)
+            received = sent.new_empty(group.size() * sent.numel())
+        self.sent_bytes += sent.numel() * sent.element_size()
+        work = all_gather_single(received, sent, group=group, async_op=True)
+        restore = None if self.format is None else functools.partial(self.format.unpack, received, output_tensor)
         if output_tensor.is_cuda:
-            return _TimedWork(work, self.timer)
+            return _TimedWork(work, self.timer, restore)
         wait(work, self.timer)
+        if restore is not None:
+            restore()
         return None
 
 
@@ -204,13 +238,15 @@ class TimedReduceScatter(_Allocating, ReduceScatter):
 
 
 class _TimedWork(dist.Work):
-    """A collective whose `wait` (of the current stream) is timed as exposed communication."""
+    """A collective whose `wait` (of the current stream) is timed as exposed communication; `then` runs behind it."""
 
-    def __init__(self, work: dist.Work, timer: PhaseTimer) -> None:
+    def __init__(self, work: dist.Work, timer: PhaseTimer, then: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self._work, self._timer = work, timer
+        self._work, self._timer, self._then = work, timer, then
 
     def wait(self, *args) -> bool:
         with self._timer.phase("exposed_communication"):
             self._work.wait(*args)
+        if self._then is not None:
+            self._then()
         return True

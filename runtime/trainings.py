@@ -1,7 +1,7 @@
-"""Several plans of one layout, one after the other in one job: `python -m torch.distributed.run ... -m runtime.trainings FOLDER... [--steps K]`.
+"""Several plans of one layout, one after the other in one job, under torchrun: `-m runtime.trainings FOLDER... [--steps K]`.
 
-Each FOLDER holds a `plan.json` and gets a `result.json`. What differs between them (seed, precision, what is saved) costs no start of processes and no
-process groups; no checkpoints are written. Rank 0 prints an event as each is done. Exit codes are those of `runtime.train`.
+Each FOLDER holds a `plan.json` and gets a `result.json`. What differs between them (seed, precision, what is saved) costs no start of processes and
+no process groups; no checkpoints are written. Rank 0 prints an event as each is done. Exit codes are those of `runtime.train`.
 """
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from costmodel.plan import Plan
 from costmodel.runresult import Quality, RunResult

@@ -89,10 +89,12 @@ def bounds_of(plan: Plan) -> BatchBound:
     template(hosts=4, per_host=1, speed=0.3), template(CORE, hosts=1, per_host=2, precision="fp32", dim=64),
     template(CORE, hosts=1, per_host=1, dim=64), template(precision="fp8_row", checkpoint="quantized"),
     dataclasses.replace(template(), wire="int4"), dataclasses.replace(template(CORE, hosts=1, per_host=2, dim=64), wire="fp8", wire_gradients="int8"),
+    dataclasses.replace(template(), gather_dtype="fp8", reduce_dtype="bf16"), dataclasses.replace(template(experts=4), gather_dtype="fp8"),
     template(experts=4), template(hosts=1, per_host=8, experts=8, checkpoint="full"), template(speed=0.05, experts=4),
     template(CORE, hosts=1, per_host=2, precision="fp32", dim=64, experts=2),
 ], ids=["base", "fast links", "slow links", "large", "launch-bound", "one host", "one gpu", "one gpu fp32", "one a host", "cpu", "one core", "8 bits",
-        "4-bit wire", "8-bit wire on cpu", "experts", "experts on one host", "experts on slow links", "experts on cpu"])
+        "4-bit wire", "8-bit wire on cpu", "8-bit gather", "8-bit gather of experts", "experts",
+        "experts on one host", "experts on slow links", "experts on cpu"])
 @pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
 def test_equals_the_scalar_bound_and_is_below_the_simulation(plan, count):
     columns = candidates(plan, count, seed=len(plan.model.name) + plan.cluster.num_hosts)

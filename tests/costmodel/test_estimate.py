@@ -33,6 +33,7 @@ def plans(draw):
                       layout={"sparse_group": group, "sparse_replicas": ranks // group, "reshard_after_forward": draw(st.booleans()),
                               "fully_sharded_2d": draw(st.booleans())},
                       wire=draw(st.sampled_from([None, "fp8", "int4"])), wire_gradients=draw(st.sampled_from([None, "int8"])),
+                      gather_dtype=draw(st.sampled_from([None, "fp8"])), reduce_dtype=draw(st.sampled_from(["fp32", "bf16"])),
                       batching=draw(st.sampled_from(["jagged", "padded"])), execution=draw(st.sampled_from(["eager", "compile", "cuda_graph"])))
     second = RegionOption(count=1, precision=precision, checkpoint=draw(POLICIES))
     return dataclasses.replace(plan, regions=tuple(

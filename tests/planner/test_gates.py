@@ -62,6 +62,9 @@ def test_parts_and_the_reference(low):
     reference = gates.restricted(low, ())
     assert gates.parts(reference) == () and {o.precision for r in reference.regions for o in r.options} == {"bf16", "fp32"}
     assert gates.parts(gates.restricted(low, ("wire",))) == ("wire",)
+    gathered = dataclasses.replace(low, gather_dtype="fp8", reduce_dtype="bf16")
+    assert gates.parts(gathered)[-1] == "gather" and gates.parts(gates.restricted(gathered, ("gather",))) == ("gather",)
+    assert gates.restricted(gathered, ()).gather_dtype is None
 
 
 @pytest.mark.parametrize("guilty", ["precision interaction", "checkpoint history.0", "wire"])

@@ -70,7 +70,19 @@ def check_curves(world: int, out: Path) -> dict:
 
 def check_bf16(world: int, out: Path) -> dict:
     trainer = train(models.plan(Layout(fsdp=world, sparse_group=world), precision="bf16"))
-    return {"losses": trainer.losses, "dtypes": sorted({str(p.dtype) for p in trainer.model.dense.parameters()})}
+    return {"losses": trainer.losses, "dtypes": sorted({str(p.dtype) for p in trainer.model.dense.parameters()}),
+            "sent": sum(g.sent_bytes for g in trainer.model.gathers)}
+
+
+def check_gathers(world: int, out: Path) -> dict:
+    """20 steps whose parameters are gathered in 8 bits, whose gradients are reduced in 16, and both."""
+    found = {}
+    for name, changes in {"fp8": {"gather_dtype": "fp8"}, "bf16 gradients": {"reduce_dtype": "bf16"},
+                          "both": {"gather_dtype": "fp8", "reduce_dtype": "bf16"}}.items():
+        trainer = train(models.plan(Layout(fsdp=world, sparse_group=world), precision="bf16", **changes))
+        found[name] = {"losses": trainer.losses, "sent": sum(g.sent_bytes for g in trainer.model.gathers),
+                       "dtypes": sorted({str(p.dtype) for p in trainer.model.dense.parameters()})}
+    return found
 
 
 def _leaf_loss(embeddings: ShardedEmbeddings, batch, samples: int) -> None:
@@ -297,8 +309,8 @@ def main() -> None:
     torch.set_num_threads(1)
     mesh.start(CPU)
     found = {}
-    for check in (check_curves, check_bf16, check_tables, check_replicas, check_fully_sharded, check_wires, check_all_layers, check_experts,
-                  check_contention, check_resume):
+    for check in (check_curves, check_bf16, check_gathers, check_tables, check_replicas, check_fully_sharded, check_wires, check_all_layers,
+                  check_experts, check_contention, check_resume):
         try:
             found[check.__name__] = check(world, out)
         except Exception:

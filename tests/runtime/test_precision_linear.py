@@ -99,7 +99,7 @@ def test_the_router_of_experts_keeps_16_bits():
     group = LayerGroup(kind="moe", num_experts=3, mlp_dim=64)
     module = EXPERT_BLOCKS["moe"](64, group)
     use_low_precision(module, "mxfp8", device=CPU)
-    assert type(module.gate) is nn.Linear and type(module.experts[0].up) is not nn.Linear
+    assert type(module.gate) is nn.Linear and type(module.experts.get_submodule("0").up) is not nn.Linear
     assert unfit_block(EXPERT_COSTS["moe"](group, 64), "mxfp8") is None
 
 
