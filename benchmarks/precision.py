@@ -34,7 +34,8 @@ from runtime.precision.wire import WireFormat
 from runtime.trainer import Trainer
 
 CPU = torch.device("cpu")
-TOLERANCE = 0.0005
+TOLERANCE, COARSE = 0.0005, 0.0025  # the default, and one that a few ten thousand events can resolve
+ROWS, FASTER = 128, 3.0  # tables small and rates high enough that 8,192 events bring NE from 1 to 0.86: a model that has not learned hides harm
 
 
 def memory() -> list[Row]:
@@ -64,15 +65,17 @@ def wire() -> list[Row]:
 
 
 def recipes(events: int) -> dict[str, Plan]:
-    """gem-tiny on one CPU rank and a synthetic stream of short histories: row-wise fp8 layers, and a recipe built to fail: 4-bit saved activations
-    everywhere, tensor-wise layers with 8-bit weights' gradients."""
+    """gem-tiny with small tables on one CPU rank and a synthetic stream of short histories: row-wise fp8 layers, and a recipe built to fail: 4-bit
+    saved activations everywhere, tensor-wise layers with 8-bit weights' gradients."""
     base, _ = default_plan(load_scenario("quickstart", with_variants=False))
     cluster = dataclasses.replace(base.cluster, devices_per_host=1)
     load = dataclasses.replace(base.workload, source=dataclasses.replace(base.workload.source, kind="synthetic", num_events=events), num_steps=None,
                                epochs=1, lengths={"history": Lengths(kind="lognormal", median=8.0, sigma=0.5, maximum=16)})
     tables = tuple(dataclasses.replace(t, sharding="table_wise", ranks=(0,)) for t in base.tables)
-    base = dataclasses.replace(base, cluster=cluster, workload=load, layout=type(base.layout)(), tables=tables, accumulation=1, batching="jagged",
-                               local_batch=512, prediction={}, search={})
+    load = dataclasses.replace(load, learning_rate=FASTER * load.learning_rate, sparse_learning_rate=FASTER * load.sparse_learning_rate)
+    model = dataclasses.replace(base.model, tables=tuple(dataclasses.replace(t, rows=min(t.rows, ROWS)) for t in base.model.tables))
+    base = dataclasses.replace(base, cluster=cluster, model=model, workload=load, layout=type(base.layout)(), tables=tables, accumulation=1, batching="jagged",
+                               local_batch=256, prediction={}, search={})
 
     def with_(precision: dict[str, str], checkpoint: dict[str, str], **fields) -> Plan:
         regions = tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(
@@ -89,8 +92,11 @@ def quality(events: int, seeds: int) -> list[Row]:
     """Gate 2 in this process: no process group is needed on one rank."""
     found = judge(recipes(events), seeds, events)
     rows = [_verdict_row(f"gate 2, {name}: relative NE over bf16", gate, events, "the synthetic stream") for name, gate in found.items()]
-    decided = sum(gate.verdict != "inconclusive" for gate in found.values())
-    return [*rows, Row(name="gate 2: recipes with a verdict", value=decided, unit="of 2", target=2, note="other than inconclusive, measured here"),
+    for allowed in (TOLERANCE, COARSE):
+        verdicts = {name: gates.decide(gate.differences, allowed).verdict for name, gate in found.items()}
+        rows.append(Row(name=f"gate 2: recipes with a verdict at {allowed:.2%}", value=sum(v != "inconclusive" for v in verdicts.values()), unit="of 2",
+                        target=2, note="measured here; " + ", ".join(f"{name}: {v}" for name, v in verdicts.items())))
+    return [*rows,
             Row(name="gate 2: events trained a recipe", value=events * seeds, unit="events", target=20e6, note="measured here, " + "; ".join(
                 f"{name}: {_still_needed(gate, events)}" for name, gate in found.items()))]
 
@@ -103,7 +109,7 @@ def movielens(events: int, seeds: int) -> list[Row]:
     plan = recipes(events)["row-wise fp8"]
     base, _ = default_plan(load_scenario("quickstart", with_variants=False))
     load = dataclasses.replace(base.workload, num_steps=events // plan.local_batch)
-    gate = judge({"MovieLens": dataclasses.replace(plan, workload=load)}, seeds, events)["MovieLens"]
+    gate = judge({"MovieLens": dataclasses.replace(plan, model=base.model, workload=load)}, seeds, events)["MovieLens"]
     return [_verdict_row("gate 2 on MovieLens, row-wise fp8: relative NE over bf16", gate, events, "MovieLens-100K")]
 
 
