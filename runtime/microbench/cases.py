@@ -24,6 +24,7 @@ from runtime.microbench.timing import Run
 from runtime.model.interformer import even_offsets
 from runtime.model.sequence import last_event
 from runtime.optimizer import build_dense_optimizer
+from runtime.precision.linear import quantize_factor
 from runtime.shards import Storage
 from runtime.synthetic import Zipf
 from runtime.tables import DTYPES, StoredTable
@@ -129,6 +130,12 @@ def _elementwise(request: Request, phase: str, device: torch.device) -> Run:
 def _cast(request: Request, device: torch.device) -> Differentiable:
     x = noise(*_sizes(request, "m", "n"), device=device).requires_grad_()
     return [x], lambda: x.to(PARAM_DTYPES[request.op.dtype])
+
+
+def _quantize(request: Request, _phase: str, device: torch.device) -> Run:
+    """To 8 bits with a scale a row, as a linear layer's factors are."""
+    x = noise(*_sizes(request, "m", "n"), device=device).to(PARAM_DTYPES[request.op.dtype])
+    return Run(run=lambda _: quantize_factor(x, "rowwise"))
 
 
 def _attention(request: Request, device: torch.device) -> Differentiable:
@@ -255,7 +262,7 @@ def _adamw(request: Request, _phase: str, device: torch.device) -> Run:
 _BUILDERS: dict[str, Callable[[Request, str, torch.device], Run]] = {
     "bmm": _differentiable(_bmm),
     "linear": _differentiable(_linear), "layer_norm": _differentiable(_layer_norm), "activation": _differentiable(_activation),
-    "elementwise": _elementwise, "cast": _differentiable(_cast), "attention": _differentiable(_attention),
+    "elementwise": _elementwise, "cast": _differentiable(_cast), "quantize": _quantize, "attention": _differentiable(_attention),
     "segment_mean": _differentiable(_segment_mean), "bce": _differentiable(_bce), "cross_entropy": _differentiable(_cross_entropy),
     "embedding_lookup": _embedding_lookup, "embedding_update": _embedding_update, "unique": _unique, "adamw": _adamw,
 }

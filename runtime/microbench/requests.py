@@ -17,6 +17,7 @@ from costmodel.blocks import BatchShape, Block, JaggedShape
 from costmodel.model import TableGroup
 from costmodel.ops import KINDS, Op, op
 from costmodel.plan import Plan
+from costmodel.precision import LOW_PRECISIONS, parts
 from costmodel.regions import regions
 from costmodel.sparse import expected_unique, skew
 from costmodel.workload import Lengths
@@ -28,7 +29,7 @@ POINTS_PER_TURN = {"attention": 3, "linear": 2}
 # Spread points by kind, quick preset; full has three times as many.
 SPREAD_POINTS = {"linear": 44, "attention": 56, "bmm": 14,
                  "layer_norm": 14, "activation": 14, "elementwise": 14, "segment_mean": 14, "embedding_lookup": 24,
-                 "embedding_update": 24, "unique": 12, "adamw": 14, "bce": 8, "cast": 14, "input": 14}
+                 "embedding_update": 24, "unique": 12, "adamw": 14, "bce": 8, "cast": 14, "quantize": 14, "input": 14}
 # How far the box reaches below and above the plans' own shapes.
 BELOW, ABOVE = 4.0, 2.0
 # A point above this is too long to repeat within a quick calibration [FLOP and bytes at a CPU core's rates, about 0.1 s].
@@ -78,7 +79,10 @@ def _own(plan: Plan, rng: np.random.Generator) -> list[Request]:
         batch = BatchShape(samples=float(samples), sequences=shapes)
         for region in regions(plan.model):
             for one in region.block.forward(batch, precisions[region.name]):
-                if one.kind != "attention":
+                if one.kind == "linear" and one.dtype in LOW_PRECISIONS:
+                    found += [Request(op=_single(part)) for phase in (ops.FORWARD, ops.BACKWARD) for part in parts(
+                        one, phase, plan.cluster.device, low_weight_gradients="low_weight_gradients" in plan.recipe)]
+                elif one.kind != "attention":
                     found.append(Request(op=_single(one)))
             for block in region.block.parts:
                 for one in block.forward(batch, precisions[region.name]):

@@ -75,7 +75,8 @@ def test_every_kind_runs_in_all_its_phases(wanted):
     following = Sequence(name="history", layers=(models.LAYERS["self_attention"][0],), next_event="item")
     predicting = models.plan(Layout(), model_spec=models.model(sequences=(following,)))
     seen = set()
-    for request in [*wanted, *requests([every, predicting], points=0.02)]:
+    eight_bits = models.plan(Layout(), precision="fp8_row")
+    for request in [*wanted, *requests([every, predicting, eight_bits], points=0.02)]:
         key = (request.op.kind, request.op.variant)
         if key in seen or not cases.executable(request):
             continue
@@ -83,7 +84,7 @@ def test_every_kind_runs_in_all_its_phases(wanted):
         for phase in ops.KINDS[request.op.kind].phases:
             (run,) = cases.cases(request, phase, CPU, 1)
             run.run(run.prepare())
-    expected = set(ops.KINDS) - set(ops.COLLECTIVES) - {"cast", "quantize", "input", "fsdp_gather", "fsdp_reduce"}
+    expected = set(ops.KINDS) - set(ops.COLLECTIVES) - {"input", "fsdp_gather", "fsdp_reduce"}
     assert {kind for kind, _ in seen} == expected
     variants = {variant for kind, variant in seen if kind == "attention"}
     assert variants == {"softmax", "hstu", "gdpa_gelu", "gdpa_gelu_window", "block", "softmax_queries", "gdpa_gelu_context"}
