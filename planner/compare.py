@@ -42,7 +42,8 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`before` and `after` describe A and B in a line; `speedup`: B's examples per second over A's; categories by the size of their change."""
+    """`before` and `after` describe A and B in a line; `speedup`: B's examples per second over A's; categories by the size of their change;
+    `notes`: what of either side was left out, and how it was priced."""
 
     before: str
     after: str
@@ -53,6 +54,7 @@ class Comparison:
     speedup: float
     binding: tuple[str, str]
     verdict: str
+    notes: tuple[str, ...] = ()
 
 
 def compare(first: Path | str, second: Path | str, *, calibration_file: Path | None = None) -> Comparison:
@@ -70,7 +72,8 @@ def compare(first: Path | str, second: Path | str, *, calibration_file: Path | N
     memory["reserved"] = (a.estimate.memory.reserved.value, b.estimate.memory.reserved.value)
     return Comparison(before=_describe(a.plan), after=_describe(b.plan), evidence=evidence, choices=tuple(choices(a.plan, b.plan)),
                       categories=tuple(m for m in categories if max(m.before, m.after) > 0), memory=memory, speedup=speedup, binding=binding,
-                      verdict=_verdict(speedup, binding, categories))
+                      verdict=_verdict(speedup, binding, categories),
+                      notes=tuple(dict.fromkeys((*a.notes, *b.notes))))
 
 
 def _side(reference: Path | str, calibration_file: Path | None) -> Diagnosis:

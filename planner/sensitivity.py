@@ -14,17 +14,19 @@ from typing import Any
 
 from costmodel.blocks.base import QUANTIZED
 from planner import runner
-from planner.errors import RunFailed, UsageError
+from planner.errors import Interrupted, RunFailed, UsageError
+from planner.files import check_writable
 from planner.scenario import ResolvedScenario
 
 PARTS_PER_MILLION = 1e6
 
 
 def run(scenario: ResolvedScenario, out: Path, *, batches: int, samples: int) -> dict:
-    """Measures the scenario's model on its own workload on this machine's CPU and writes `out`. Raises UsageError, RunFailed."""
+    """Measures the scenario's model on its own workload on this machine's CPU and writes `out`. Raises UsageError, RunFailed, Interrupted."""
     from planner.configure import default_plan
 
     runner.check_runtime()
+    check_writable(out.parent)
     plan, _ = default_plan(scenario)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -33,6 +35,8 @@ def run(scenario: ResolvedScenario, out: Path, *, batches: int, samples: int) ->
         words = [sys.executable, "-m", "runtime.precision.sensitivity", str(path), "--out", str(out.resolve()), "--batches", str(batches),
                  "--samples", str(samples)]
         outcome = runner.follow(words, variables={}, log=log, on_event=lambda event: None)
+        if outcome.interrupted:
+            raise Interrupted("interrupted; nothing was written")
         if outcome.returncode:
             raise RunFailed(f"sensitivity: {outcome.reason()}")
     return json.loads(out.read_text())

@@ -35,6 +35,8 @@ def command(
         from planner.compare import compare
 
         compared = compare(plan, against, calibration_file=calibration)
+        for note in compared.notes:
+            console.say(f"note: {note}")
         if json:
             console.print_json(encode(compared))
         else:

@@ -47,11 +47,11 @@ def command(
     from planner.report.progress import Progress
 
     begin(quiet=quiet)
+    if trace is not None and not ((ends := re.fullmatch(r"(\d+):(\d+)", trace)) and int(ends[1]) < int(ends[2])):
+        raise UsageError(f"--trace {trace!r}: FIRST:END with FIRST < END is needed, e.g. 5:8 for steps 5, 6 and 7")
     if (warning := gates.standing(*run.load_plan(directory))) is not None:
         console.say(f"note: {warning}")
     meeting = run.Rendezvous(endpoint=rdzv_endpoint, node_rank=node_rank, id=rdzv_id)
-    if trace is not None and not re.fullmatch(r"\d+:\d+", trace):
-        raise UsageError(f"--trace {trace!r}: FIRST:END is needed, e.g. 5:8 for steps 5, 6 and 7")
     with Progress("training", quiet=quiet) as progress:
         done = run.execute(
             directory,

@@ -67,6 +67,8 @@ def test_no_verb_shows_the_help(capsys):
         (["search", "quickstart", "--tim-limit", "3"], "tim-limit"),
         (["run", "x", "--steps", "many"], "--steps"),
         (["run", "x", "--steps", "0"], "--steps"),
+        (["run", "x", "--trace", "8:5"], "FIRST < END"),
+        (["run", "x", "--trace", "5"], "FIRST:END"),
         (["data", "movielen"], "did you mean 'movielens'"),
         (["estimate", "quikstart"], "did you mean 'quickstart'"),
         (["estimate", "no-such-folder/plan.json"], "no such file"),

@@ -61,3 +61,12 @@ def test_the_verb(folders, capsys):
     assert main(["explain", str(folders[0]), "--against", str(folders[1]), "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"].startswith("B trains")
     assert main(["explain", str(folders[0]), "--against", "nothing.json"]) == 2
+
+
+def test_a_damaged_result_of_either_side_is_told(folders, capsys):
+    (folders[1] / "result.json").write_text('{"schema')
+    capsys.readouterr()
+    assert main(["explain", str(folders[0]), "--against", str(folders[1]), "--json"]) == 0
+    captured = capsys.readouterr()
+    words = f"{folders[1] / 'result.json'}:1:2: not JSON"
+    assert words in captured.err.replace("\n", "") and any(words in note for note in json.loads(captured.out)["notes"])

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from planner.errors import UsageError
+from planner import runner
+from planner.errors import Interrupted, UsageError
 from planner.scenario import load_scenario
-from planner.sensitivity import risks
+from planner.sensitivity import risks, run
 from planner.space import RISK, SAVED_RISK, build_space
 
 
@@ -46,3 +47,14 @@ def test_formats_below_16_bits_are_offered_when_a_budget_or_a_pin_asks():
     assert any("training changes" in e.why for e in plain.excluded)
     asked = build_space(dataclasses.replace(base, search=dataclasses.replace(base.search, risk_budget=1e5)))
     assert "fp8_row" in {c.precision for by in asked.regions.values() for c in by}
+
+
+def test_an_interrupted_measurement_is_130_and_a_bad_folder_is_said_before_it_starts(tmp_path, monkeypatch):
+    scenario = load_scenario("quickstart", with_variants=False)
+    monkeypatch.setattr(runner, "check_runtime", lambda: None)
+    monkeypatch.setattr(runner, "follow", lambda *_, log, **__: runner.Outcome(returncode=1, interrupted=True, log=log))
+    with pytest.raises(Interrupted, match="nothing was written"):
+        run(scenario, tmp_path / "s.json", batches=1, samples=8)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="no folder"):
+        run(scenario, tmp_path / "file" / "s.json", batches=1, samples=8)
