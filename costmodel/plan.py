@@ -209,7 +209,8 @@ class Plan:
         except DecodeError as error:
             raise ValueError(f"{path}: {error}") from error
         if claimed != content_hash(plan):
-            raise ValueError(f"{path}: content_hash {claimed} does not match the content ({content_hash(plan)}); the file was edited, search again")
+            cause = "another version wrote it, whose defaults differ" if claimed == content_hash(body) else "the file was edited"
+            raise ValueError(f"{path}: content_hash {claimed} does not match the content ({content_hash(plan)}); {cause}, search again")
         for name, value in plan.expected_fingerprints().items():
             if name in plan.fingerprints and plan.fingerprints[name] != value:
                 raise ValueError(f"{path}: fingerprint of {name} is {plan.fingerprints[name]}, but the plan holds {value}")

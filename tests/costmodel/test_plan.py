@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from costmodel.codec import content_hash
 from costmodel.plan import Layout, Plan, TablePlacement
 
 
@@ -21,7 +22,7 @@ def test_identity_is_of_what_is_executed(make_plan):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda b: b.update(local_batch=65), "content_hash .* does not match"),
+    (lambda b: b.update(local_batch=65), "content_hash .* does not match .*the file was edited"),
     (lambda b: b.update(schema_version=99), "schema_version 99"),
     (lambda b: b["layout"].update(fspd=2), r"layout.fspd: unknown key \(did you mean 'fsdp'\?\)"),
     (lambda b: b["layout"].update(fsdp=4), "layout: dense ddp 1 x fsdp 4"),
@@ -38,6 +39,17 @@ def test_an_edited_plan_is_refused(make_plan, tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as error:
         Plan.load(path)
     assert str(path) in str(error.value)
+
+
+def test_a_plan_of_another_version_is_not_called_edited(make_plan, tmp_path):
+    """Its hash fits what it holds; a field that it does not know took its default here."""
+    path = tmp_path / "plan.json"
+    make_plan().save(path)
+    body = json.loads(path.read_text())
+    del body["content_hash"], body["input_overlap"]
+    path.write_text(json.dumps({**body, "content_hash": content_hash(body)}))
+    with pytest.raises(ValueError, match="another version wrote it"):
+        Plan.load(path)
 
 
 def test_a_plan_that_is_not_json_names_the_place(tmp_path):

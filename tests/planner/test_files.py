@@ -1,3 +1,4 @@
+import errno
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,11 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_user(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
         write_text(tmp_path / "file" / "a.txt", "x")
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path: Path):
+    write_text(tmp_path / "a.txt", "old")
+    with pytest.raises(OSError) as caught, replacing(tmp_path / "a.txt"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "a.txt")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"] and (tmp_path / "a.txt").read_text() == "old"
