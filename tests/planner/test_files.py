@@ -111,8 +111,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_user(tmp_path: Path):
 
 
 def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path: Path):
-    write_text(tmp_path / "a.txt", "old")
-    with pytest.raises(OSError) as caught, replacing(tmp_path / "a.txt"):
+    path = tmp_path / "folder" / "a.txt"
+    write_text(path, "old")
+    with pytest.raises(OSError) as caught, replacing(path):
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert caught.value.filename == str(tmp_path / "a.txt")
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"] and (tmp_path / "a.txt").read_text() == "old"
+    assert caught.value.filename == str(path)
+    assert [p.name for p in path.parent.iterdir()] == ["a.txt"] and path.read_text() == "old"
