@@ -116,7 +116,8 @@ class LayerGroup(Layer):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
     """A user history: jagged events of width D through `layers`, then a summary: of the mean and the last event, or by a layer of
-    `costmodel.blocks.SUMMARIES`.
+    `costmodel.blocks.SUMMARIES`. `time_buckets`: events carry timestamps, and to each is added a learned vector of the time since the newest one, by
+    logarithmic buckets.
 
     `next_event`: one of the sequence's tables; every event then also predicts the id of the event after it, by cross entropy over all rows.
     """
@@ -125,8 +126,11 @@ class Sequence:
     layers: tuple[LayerGroup, ...]
     next_event: str | None = None
     summary: Layer | None = None
+    time_buckets: int | None = None
 
     def __post_init__(self) -> None:
+        if self.time_buckets is not None and self.time_buckets < 2:
+            raise ValueError(f"sequence {self.name}: time_buckets must be >= 2, got {self.time_buckets}")
         if self.next_event is not None and self.limits[-1] is not None:
             raise ValueError(f"sequence {self.name}: next_event needs all events of a history, but its layers keep the newest {self.limits[-1]}")
 

@@ -74,7 +74,7 @@ def _build(model: Model) -> tuple[Region, ...]:
         name = sequence.name
         num_tables = sum(t.count for t in model.tables if t.sequence == name)
         found.append(Region(name=f"{name}.input", count=1, sequence=name,
-                            block=SequenceInput(name, model.sequence_width(name), num_tables, model.dim)))
+                            block=SequenceInput(name, model.sequence_width(name), num_tables, model.dim, sequence.time_buckets)))
         for i, (group, limit) in enumerate(zip(sequence.layers, sequence.limits)):
             found.append(Region(name=f"{name}.{i}", count=group.count, sequence=name, block=block_class(group)(group, model.dim, name, limit)))
         left, layer = sequence.limits[-1], sequence.summary

@@ -20,7 +20,7 @@ class Batch:
     ids: table group name -> int64 ids, table-major. offsets: pooled group name -> `(C * B + 1,)` int64 bag boundaries.
     sequence_offsets: sequence name -> `(B + 1,)` int64 event boundaries. max_lengths: sequence name -> longest history of this
     batch, a host int (asking a device tensor for it would synchronise). lengths: sequence name -> `(B,)` events of each history, on the host for
-    the same reason. dense: `(B, num_dense_features)` fp32 or None.
+    the same reason. times: sequence name -> `(T,)` int64 seconds, for those whose model asks for it. dense: `(B, num_dense_features)` fp32 or None.
     labels: `(B, num_heads)` fp32 in [0, 1].
     """
 
@@ -32,10 +32,11 @@ class Batch:
     dense: Tensor | None
     labels: Tensor
     num_samples: int
+    times: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def tensors(self) -> tuple[Tensor, ...]:
         dense = () if self.dense is None else (self.dense,)
-        return (*self.ids.values(), *self.offsets.values(), *self.sequence_offsets.values(), *dense, self.labels)
+        return (*self.ids.values(), *self.offsets.values(), *self.sequence_offsets.values(), *self.times.values(), *dense, self.labels)
 
     @property
     def num_bytes(self) -> int:
@@ -53,5 +54,5 @@ class Batch:
     def _map(self, f) -> Batch:
         return dataclasses.replace(
             self, ids={k: f(t) for k, t in self.ids.items()}, offsets={k: f(t) for k, t in self.offsets.items()},
-            sequence_offsets={k: f(t) for k, t in self.sequence_offsets.items()},
+            sequence_offsets={k: f(t) for k, t in self.sequence_offsets.items()}, times={k: f(t) for k, t in self.times.items()},
             dense=None if self.dense is None else f(self.dense), labels=f(self.labels))

@@ -79,7 +79,8 @@ class SyntheticSource:
             first = sizes[:len(samples)]
             (events if table.sequence else pooled)[table.name] = (ids[table.name][:first.sum()], first)
         dense = self._stream.dense(samples) if self._model.num_dense_features else None
-        return _batch(ids, offsets, lengths, dense, self._stream.labels(samples, pooled, events))
+        times = {s.name: self._stream.times(s.name, samples, lengths[s.name]) for s in self._model.sequences if s.time_buckets is not None}
+        return _batch(ids, offsets, lengths, dense, self._stream.labels(samples, pooled, events), times)
 
 
 class HistorySource:
@@ -131,7 +132,9 @@ class HistorySource:
                 offsets[table.name] = np.arange(len(samples) + 1)
         lengths = {s.name: np.diff(bounds) for s in self._model.sequences}
         dense = self._histories.statistics[samples] if self._model.num_dense_features else None
-        return _batch(ids, offsets, lengths, dense, self._histories.label[samples][:, None])
+        timed = [s.name for s in self._model.sequences if s.time_buckets is not None]
+        times = dict.fromkeys(timed, self._histories.times(samples)) if timed else {}
+        return _batch(ids, offsets, lengths, dense, self._histories.label[samples][:, None], times)
 
 
 def open_source(model: Model, workload: Workload, *, seed: int) -> Source:
@@ -276,12 +279,13 @@ def _ahead(build, steps: range, depth: int) -> Iterator[tuple[Batch, ...]]:
 
 
 def _batch(ids: dict[str, np.ndarray], offsets: dict[str, np.ndarray], lengths: dict[str, np.ndarray], dense: np.ndarray | None,
-           labels: np.ndarray) -> Batch:
+           labels: np.ndarray, times: dict[str, np.ndarray]) -> Batch:
     return Batch(
         ids={name: torch.from_numpy(np.ascontiguousarray(v)) for name, v in ids.items()},
         offsets={name: torch.from_numpy(v) for name, v in offsets.items()},
         sequence_offsets={name: torch.from_numpy(_offsets(v)) for name, v in lengths.items()},
         max_lengths={name: int(v.max(initial=0)) for name, v in lengths.items()}, lengths=lengths,
+        times={name: torch.from_numpy(v) for name, v in times.items()},
         dense=None if dense is None else torch.from_numpy(np.ascontiguousarray(dense)),
         labels=torch.from_numpy(np.ascontiguousarray(labels)), num_samples=len(labels))
 

@@ -25,15 +25,17 @@ SMOOTHING = 10.0
 class Histories:
     """Samples are event numbers 0..n-1 in time order; `num_train` of them are for training.
 
-    begin, end: `(n,)`, a sample's history is `[begin, end)` of the arrays sorted by user, then time: `past_item`, `past_action`.
-    user, item, label: `(n,)`. statistics: `(n, 4)` fp32, known strictly before the event: log-odds of the user's and of the
-    item's smoothed like-rate, and log(1 + count) of both, roughly centred.
+    begin, end: `(n,)`, a sample's history is `[begin, end)` of the arrays sorted by user, then time: `past_item`, `past_action`, `past_time`.
+    user, item, label, time: `(n,)`; times are int64 seconds. statistics: `(n, 4)` fp32, known strictly before the event: log-odds of the
+    user's and of the item's smoothed like-rate, and log(1 + count) of both, roughly centred.
     """
 
     begin: np.ndarray
     end: np.ndarray
     past_item: np.ndarray
     past_action: np.ndarray
+    past_time: np.ndarray
+    time: np.ndarray
     user: np.ndarray
     item: np.ndarray
     label: np.ndarray
@@ -54,15 +56,26 @@ class Histories:
         """`(items (T,), actions (T,), offsets (B + 1,))` of `samples` `(B,)`; the last event of each is the candidate, action
         unknown.
         """
+        rows, offsets = self._rows(samples)
+        items, actions, last = self.past_item[rows], self.past_action[rows], offsets[1:] - 1
+        items[last], actions[last] = self.item[samples], UNKNOWN
+        return items, actions, offsets
+
+    def times(self, samples: np.ndarray) -> np.ndarray:
+        """Int64 seconds of every event that `sequences` gives."""
+        rows, offsets = self._rows(samples)
+        times = self.past_time[rows]
+        times[offsets[1:] - 1] = self.time[samples]
+        return times
+
+    def _rows(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(row of the past of every event, offsets); a candidate's row is 0, to be replaced."""
         begin, lengths = self.begin[samples], self.end[samples] - self.begin[samples] + 1
         offsets = np.zeros(len(samples) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         rows = np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], lengths)
-        last = offsets[1:] - 1
-        rows[last] = 0  # one past the history's end: replaced just below
-        items, actions = self.past_item[rows], self.past_action[rows]
-        items[last], actions[last] = self.item[samples], UNKNOWN
-        return items, actions, offsets
+        rows[offsets[1:] - 1] = 0
+        return rows, offsets
 
 
 def build(events: Events, *, max_history: int | None) -> Histories:
@@ -79,9 +92,11 @@ def build(events: Events, *, max_history: int | None) -> Histories:
     counts = np.stack([user_before - user_start, item_before - item_start])
     rates = (np.stack([user_likes, item_likes]) + SMOOTHING * rate) / (counts + SMOOTHING)
     rates = np.clip(rates, 1e-3, 1 - 1e-3)
+    times = np.floor(events.timestamp).astype(np.int64)
     statistics = np.concatenate([_log_odds(rates) - _log_odds(rate), np.log1p(counts) - np.log1p(50.0)]).T.astype(np.float32)
     return Histories(begin=begin, end=user_before, past_item=events.item[by_user],
                      past_action=np.where(events.liked[by_user], LIKE, DISLIKE).astype(np.int64),
+                     past_time=times[by_user], time=times,
                      user=events.user, item=events.item, label=events.liked.astype(np.float32),
                      statistics=np.ascontiguousarray(statistics), num_train=num_train, num_users=events.num_users,
                      num_items=events.num_items)

@@ -20,6 +20,7 @@ from costmodel.workload import Lengths, Workload
 # relative.
 EXACT_HEAD = 1 << 16
 _EFFECT, _MATCH = 2.0, 2.0  # how strongly ids and the match move a label, in log-odds
+_LONGEST_GAP = math.log(2 * 86400)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -125,6 +126,14 @@ class SyntheticStream:
         place = np.arange(len(bag)) - starts[bag]
         bits = hashed(self._seed, self._feature[table.name], 1, bag // len(samples), samples[bag % len(samples)], place)
         return self._zipf[table.name].ids(uniform(bits))
+
+    def times(self, sequence: str, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Int64 seconds of every event of histories of `sizes` `(B,)`, since the first one: gaps log-uniform from a second to two days."""
+        sample = np.repeat(np.arange(len(sizes)), sizes)
+        starts = np.cumsum(sizes) - sizes
+        bits = hashed(self._seed, self._feature[sequence], 4, samples[sample], np.arange(len(sample)) - starts[sample])
+        passed = np.cumsum(np.exp(_LONGEST_GAP * uniform(bits)).astype(np.int64))
+        return passed - passed[starts[sample]]
 
     def dense(self, samples: np.ndarray) -> np.ndarray:
         """`(B, num_dense_features)` fp32 of unit variance."""

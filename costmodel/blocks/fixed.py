@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
+
 from costmodel.blocks.base import (
     CHEAP,
     DROPPED,
@@ -17,33 +19,43 @@ from costmodel.blocks.base import (
     linear_parameters,
     norm_parameters,
     norm_saved,
+    parameter,
 )  # fmt: skip
 from costmodel.model import Head
 from costmodel.ops import Op, activation, elementwise, layer_norm, linear, op
 
 
 class SequenceInput(Block):
-    """Concat of the sequence's `num_tables` embeddings `(T, w)`, Linear(w, D). One table needs no concat."""
+    """Concat of the sequence's `num_tables` embeddings `(T, w)`, Linear(w, D). One table needs no concat.
+
+    `time_buckets` n: event t gets E[b], b = min(floor(log2(1 + t_newest - t)), n - 1) of seconds, E `(n, D)` learned. Logarithmic time as Kunlun
+    has it (arXiv 2602.10016, log(1 + dt / scale)), added in buckets where it rotates; which form GEM uses is not public.
+    """
 
     kind = "sequence_input"
 
-    def __init__(self, sequence: str, width: int, num_tables: int, dim: int) -> None:
-        self.sequence, self.width, self.num_tables, self.dim = sequence, width, num_tables, dim
+    def __init__(self, sequence: str, width: int, num_tables: int, dim: int, time_buckets: int | None = None) -> None:
+        self.sequence, self.width, self.num_tables, self.dim, self.time_buckets = sequence, width, num_tables, dim, time_buckets
 
     @property
     def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return linear_parameters("linear", self.width, self.dim)
+        times = parameter("times", self.time_buckets, self.dim) if self.time_buckets is not None else ()
+        return (*linear_parameters("linear", self.width, self.dim), *times)
 
     def forward(self, batch: BatchShape, precision: str = "fp32") -> tuple[Op, ...]:
-        tokens = batch.sequences[self.sequence].tokens
+        tokens, low, n = batch.sequences[self.sequence].tokens, activation_dtype(precision), self.time_buckets
         concat = (elementwise("cat", tokens, self.width),) if self.num_tables > 1 else ()
-        return (*concat, linear(tokens, self.width, self.dim, precision))
+        times = () if n is None else (
+            op("embedding_lookup", variant="sequence", ids=tokens, unique=np.minimum(tokens, n), dim=self.dim, rows=n, tables=1, dtype=low),
+            elementwise("add", tokens, self.dim, low))
+        return (*concat, linear(tokens, self.width, self.dim, precision), *times)
 
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         rows = batch.sequences[self.sequence].tokens
         # one table's output is the input itself, and the tables count it
         width = self.width if self.num_tables > 1 else 0
-        return (Saved("input", rows * width, INPUT, rows=rows),)
+        timed = () if self.time_buckets is None else (Saved("buckets", rows, CHEAP, 8.0), Saved("linear", rows * self.dim, DROPPED, rows=rows))
+        return (Saved("input", rows * width, INPUT, rows=rows), *timed)
 
 
 class Summary(Block):

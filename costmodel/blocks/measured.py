@@ -83,7 +83,7 @@ def measured_block_ops(kind: str, features: Mapping[str, float], precision: str)
 
 def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
     """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the
-    block: heads of different hidden widths, interaction and expert layers (they are priced as the sum of their ops)."""
+    block: heads of different hidden widths, interaction and expert layers, histories with times (they are priced as the sum of their ops)."""
     values: dict[str, float] = {"samples": float(batch.samples)}
     if isinstance(block, Llama | MaskNet | NextEvent | Pma | Pyramid):
         return None
@@ -99,6 +99,8 @@ def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
     shape = batch.sequences[block.sequence].newest(block.limit)
     values.update(tokens=shape.tokens, dim=float(block.dim))
     if isinstance(block, SequenceInput):
+        if block.time_buckets is not None:
+            return None
         return {**values, "width": float(block.width), "num_tables": float(block.num_tables)}
     if isinstance(block, Summary):
         return values

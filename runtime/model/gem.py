@@ -34,7 +34,7 @@ class GEM(nn.Module):
         known_regions(model)  # refuses unknown kinds and fields by name
         self.model = model
         self.sequences = nn.ModuleList(
-            SequenceEncoder(model.sequence_width(s.name), model.dim, s.layers, s.summary) for s in model.sequences)
+            SequenceEncoder(model.sequence_width(s.name), model.dim, s.layers, s.summary, s.time_buckets) for s in model.sequences)
         self.next = nn.ModuleDict({s.name: NextEvent(model.dim, model.table(s.next_event).rows) for s in model.sequences if s.next_event})
         self.bottom = MLP(model.num_dense_features, model.bottom_hidden) if model.num_dense_features else None
         self.interaction_layers, width = nn.ModuleList(), model.interaction_width
@@ -55,7 +55,7 @@ class GEM(nn.Module):
             parts = [t for table in self.model.tables if table.sequence == spec.name for t in embeddings[table.name].unbind(0)]
             events = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             histories[spec.name], summary = encoder(events, batch.sequence_offsets[spec.name], batch.max_lengths[spec.name],
-                                                    batch.lengths[spec.name])
+                                                    batch.lengths[spec.name], batch.times.get(spec.name))
             features.append(summary)
             if spec.next_event:
                 losses.append(self.next[spec.name](histories[spec.name].events, batch.ids[spec.next_event], batch.sequence_offsets[spec.name]))

@@ -17,6 +17,7 @@ from kernels.jagged import jagged_mean, jagged_to_padded, padded_to_jagged
 from runtime.model.interformer import even_offsets
 from runtime.model.pyramid import newest_events
 from runtime.model.registry import build_block
+from runtime.model.times import TimedInput
 
 
 class Summary(nn.Module):
@@ -75,9 +76,10 @@ class SequenceEncoder(nn.Module):
     """`(T, W) -> (T', D), (B, D)`: Linear(W, D), `count` blocks of every layer group in order; the events that its pyramid levels left, and their
     summary."""
 
-    def __init__(self, width: int, dim: int, layers: tuple[LayerGroup, ...], summary: Layer | None = None) -> None:
+    def __init__(self, width: int, dim: int, layers: tuple[LayerGroup, ...], summary: Layer | None = None,
+                 time_buckets: int | None = None) -> None:
         super().__init__()
-        self.input = nn.Linear(width, dim)
+        self.input = nn.Linear(width, dim) if time_buckets is None else TimedInput(width, dim, time_buckets)
         self.groups = nn.ModuleList(nn.ModuleList(build_block(dim, layer) for _ in range(layer.count)) for layer in layers)
         self.summary = Summary(dim) if summary is None else SUMMARIES[summary.kind](dim, summary)
         self.layers, self.padded = layers, False
@@ -93,9 +95,11 @@ class SequenceEncoder(nn.Module):
                     raise ValueError(f"batching 'padded': layer {part.kind} is not causal, its events would see the padding")
         self.padded = True
 
-    def forward(self, events_TW: Tensor, offsets: Tensor, max_length: int, lengths: np.ndarray) -> tuple[History, Tensor]:
-        """`lengths`: `(B,)` events of each history, on the host."""
-        history = History(self.input(events_TW), offsets, max_length)
+    def forward(self, events_TW: Tensor, offsets: Tensor, max_length: int, lengths: np.ndarray,
+                times_T: Tensor | None = None) -> tuple[History, Tensor]:
+        """`lengths`: `(B,)` events of each history, on the host. `times_T`: int64 seconds, where the model has time buckets."""
+        x_TD = self.input(events_TW) if times_T is None else self.input(events_TW, times_T, offsets)
+        history = History(x_TD, offsets, max_length)
         starts = sorted({0, *(i for i, layer in enumerate(self.layers) if layer.newest is not None)})
         for start, end in itertools.pairwise((*starts, len(self.layers))):
             newest = self.layers[start].newest if self.layers else None
