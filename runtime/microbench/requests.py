@@ -82,6 +82,8 @@ def _own(plan: Plan, rng: np.random.Generator) -> list[Request]:
                 if one.kind == "linear" and one.dtype in LOW_PRECISIONS:
                     found += [Request(op=_single(part)) for phase in (ops.FORWARD, ops.BACKWARD) for part in parts(
                         one, phase, plan.cluster.device, low_weight_gradients="low_weight_gradients" in plan.recipe)]
+                elif one.kind == "embedding_lookup":  # time buckets, a few rows that all events share
+                    found.append(Request(op=_single(one), options=(("bags", float(samples)), ("zipf", 0.0))))
                 elif one.kind != "attention":
                     found.append(Request(op=_single(one)))
             for block in region.block.parts:
