@@ -127,6 +127,14 @@ class Pricer:
             self._blocks.clear()
         self._kept.append(batch)
 
+    @property
+    def step_overhead(self) -> tuple[float, Source]:
+        """Seconds of a step that no op has, behind its optimizer, and where they are from."""
+        measured = None
+        if self.calibration is not None:
+            measured = self.calibration.constants.get(f"step_overhead/{self.active_ranks}", self.calibration.constants.get("step_overhead"))
+        return (measured, "interpolated") if measured is not None else (STEP_OVERHEAD_SECONDS, "assumed")
+
     def time(self, one: Op, phase: str) -> OpTime:
         """Seconds of one op (all repetitions)."""
         if self.calibration is not None:
@@ -653,10 +661,7 @@ class _Builder:
         if self.gpu and calibration is not None:
             cost = dataclasses.replace(cost, host_seconds=cost.host_seconds + calibration.constants.get("step_host", 0.0))
         self.compute("adamw", cost, "optimizer", deps=reductions)
-        measured = None
-        if calibration is not None:
-            measured = calibration.constants.get(f"step_overhead/{self.pricer.active_ranks}", calibration.constants.get("step_overhead"))
-        seconds, source = (measured, "interpolated") if measured is not None else (STEP_OVERHEAD_SECONDS, "assumed")
+        seconds, source = self.pricer.step_overhead
         rest = dataclasses.replace(NO_COST, seconds=seconds, parts=(("step_overhead", source, seconds, MINIMUM_WIDTH[source]),))
         self.compute("step overhead", rest, "other")
 

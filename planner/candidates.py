@@ -9,8 +9,10 @@ Parts that depend on few columns are priced once per distinct combination of tho
     step  >=  accumulation x (sparse + forward + backward) + update and average + optimizer            (gathers waited for, or the last reduction)
     step  >=  the same without waits + what collectives take of compute + the least recomputation that makes forward's activations fit
 
-Host launches, uneven tables and shared links are left out, so this is below the bound of every plan; a candidate's own program (planner.ilp)
-has them.
+    step  >=  what the host takes to launch the ops of blocks, units, optimizer and spreading, options with the fewest launches
+
+What the host waits for, uneven tables and shared links are left out, so this is below the bound of every plan; a candidate's own program
+(planner.ilp) has them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from costmodel.memory import (
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
 from costmodel.regions import regions
-from costmodel.sparse import group_work
+from costmodel.sparse import GroupWork, group_work
 from costmodel.wire import gather_width, wire_bytes
 from planner.bounds import least_serving, mean_loads
 from planner.pricing import Pricing
@@ -109,7 +111,51 @@ class _Bounds:
         # compute alone, with what collectives take of it and what the memory makes it compute again
         again = accumulation * self.recomputation(block_of)
         worked = (accumulation - 1) * (dense[:, 5] + turn + exchanged) + dense[:, 6] + turn + exchanged + update + again - saved
-        return self.slow * (accumulation * each + np.maximum(free, worked) + move[:, -1])
+        # the optimizer is launched last, and what no op has comes behind it
+        ended = move[:, -1] + pricer(self.pricing.base(0), self.calibration).step_overhead[0]
+        return self.slow * (np.maximum(accumulation * each + np.maximum(free, worked), self.launches()) + ended)
+
+    def launches(self) -> np.ndarray:
+        """`(candidates,)`: least seconds in which the host launches a step's dense ops and the spreading of embeddings, under any options."""
+        # a launch is as long under any batch where none is measured
+        shapes = ("local_batch", "batching") if self.calibration is not None else ()
+        blocks, block_of = self.per((*shapes, "execution", *_EXPERTS), self.block_launches)
+        units, unit_of = self.per(("fsdp", "execution", *_EXPERTS), self.unit_launches)
+        names = ("local_batch", "sparse_group", "execution") if self.calibration is not None else ("sparse_group", "execution")
+        sparse, sparse_of = self.per(names, self.sparse_launches)
+        gathered, reduced, optimizer = units[unit_of].T
+        again = 1 + self.columns["reshard_after_forward"]
+        each = blocks[block_of, 0] + sparse[sparse_of, 0] + again * gathered
+        return self.columns["accumulation"] * each + reduced + optimizer
+
+    def block_launches(self, i: int, plan: Plan) -> list[float]:
+        batch, prices = batch_shape(plan, self.pricing.slowest(plan)[0]), pricer(plan, self.calibration)
+        prices.keep(batch)
+
+        def least(block: Block, c: RegionChoice) -> float:
+            passes = [prices.block(block, batch, c.precision, phase) for phase in (FORWARD, BACKWARD)]
+            return sum(p.host_seconds for p in (*passes, prices.recompute(block, batch, c.precision, c.checkpoint)))
+
+        loss = sum(prices.ops([op("bce", m=batch.samples * len(plan.model.heads))], phase).host_seconds for phase in (FORWARD, BACKWARD))
+        return [loss + sum(r.count * min(least(r.block, c) for c in self.choices[r.name]) for r in regions(plan.model, plan.layout))]
+
+    def unit_launches(self, i: int, plan: Plan) -> list[float]:
+        """Of gathered parameters, of reductions, of the optimizer."""
+        prices, found, wrapped = pricer(plan, self.calibration), regions(plan.model, plan.layout), plan.layout.world_size > 1
+        copies = [wrapped * sum(r.count * prices.unit(kind, r.block).host_seconds for r in found) for kind in ("fsdp_gather", "fsdp_reduce")]
+        elements = sum(r.count * r.block.sharded_elements(plan.layout.fsdp) for r in found)
+        tensors = sum(r.count * r.block.num_tensors for r in found)
+        return [*copies, prices.ops([op("adamw", parameters=elements, tensors=tensors)], STEP).host_seconds]
+
+    def sparse_launches(self, i: int, plan: Plan) -> list[float]:
+        plan = dataclasses.replace(plan, batching="jagged")
+        if plan.layout.sparse_group == 1:  # where a table is in host memory, other ops are launched instead
+            return [0.0]
+        tokens = {name: shape.tokens for name, shape in batch_shape(plan).sequences.items()}
+        work, prices = group_work(plan, mean_loads(plan, tokens), 0, tokens), pricer(plan, self.calibration)
+        spread = [_spread(w, w.unique) for w in work]
+        unique = [op("unique", ids=w.ids) for w in work]
+        return [sum(prices.ops(ops, phase).host_seconds for ops, phase in ((spread, FORWARD), (spread, BACKWARD), (unique, FORWARD)))]
 
     def recomputation(self, block_of: np.ndarray) -> np.ndarray:
         """`(candidates,)`: least seconds of recomputation in a micro-batch that bring what forward keeps under the memory that is left.
@@ -231,19 +277,7 @@ class _Bounds:
         def time(ops: list[Op], phase: str) -> float:
             return prices.ops(ops, phase).seconds
 
-        spread = [
-            op(
-                "embedding_lookup",
-                variant="sequence" if w.table.pooling == "sequence" else "pooled",
-                ids=w.ids,
-                unique=w.unique,
-                dim=w.table.dim,
-                rows=w.unique if exchanged else w.storage_rows,
-                tables=w.table.count,
-                dtype=w.table.dtype,
-            )
-            for w in work
-        ]
+        spread = [_spread(w, w.unique if exchanged else w.storage_rows) for w in work]
         forward = time(spread, FORWARD)
         if exchanged:
             lookup, update = least_serving(plan, tokens, float(loads.served.mean()), prices)
@@ -370,6 +404,12 @@ class _Bounds:
         """Least reserved bytes: everything that rests, tables spread evenly, and each block's leanest option."""
         saved = np.array([curve[0][0] for curve in self.curves])[block_of]
         return self.slope * (self.resting + np.maximum(self.kept + saved, np.maximum(self.gradients, self.in_flight))) + self.context
+
+
+def _spread(work: GroupWork, rows: float) -> Op:
+    variant = "sequence" if work.table.pooling == "sequence" else "pooled"
+    return op("embedding_lookup", variant=variant, ids=work.ids, unique=work.unique, dim=work.table.dim, rows=rows, tables=work.table.count,
+              dtype=work.table.dtype)
 
 
 def saving_curve(options: list[tuple[int, list[tuple[float, float]]]]) -> tuple[np.ndarray, np.ndarray]:

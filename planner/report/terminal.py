@@ -56,9 +56,10 @@ def sharding(plan: Plan) -> str:
 
 def plan_line(plan: Plan) -> str:
     """The choice in one line."""
-    steps = f" x {plan.accumulation}" if plan.accumulation > 1 else ""
+    steps, ahead = f" x {plan.accumulation}" if plan.accumulation > 1 else "", ", ids ahead" if plan.input_overlap else ""
     return (
-        f"{plan.layout.short}, local batch {plan.local_batch}{steps}, {plan.batching}, {plan.transport}, {plan.execution}; tables: {sharding(plan)}"
+        f"{plan.layout.short}, local batch {plan.local_batch}{steps}, {plan.batching}, {plan.transport}, {plan.execution}{ahead}; "
+        f"tables: {sharding(plan)}"
     )
 
 

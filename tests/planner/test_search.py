@@ -152,6 +152,24 @@ def test_first_bounds_are_below_simulated_plans_of_a_large_space():
     assert seen >= 3
 
 
+@pytest.mark.parametrize("execution", ["eager", None])
+def test_a_job_that_the_host_holds_back_is_proven_quickly(execution):
+    """Blocks so small that launching them takes longer than computing: first bounds hold the launches and nearly reach the simulation."""
+    big, tiny = load_scenario("gem-8xh200", with_variants=False), load_scenario("quickstart", with_variants=False)
+    workload = dataclasses.replace(tiny.workload, global_batch=512, local_batch=None)
+    scenario = dataclasses.replace(big, model=tiny.model, workload=workload, pins=dataclasses.replace(big.pins, execution=execution))
+    scenario = dataclasses.replace(scenario, search=dataclasses.replace(scenario.search, predict_only=execution is None))
+    state = Search(scenario, None, time_limit=None, gap=0.01)
+    state.run()
+    assert state.certificate(state.lowest_open()).gap <= 0.01 and state.solves < 200
+    rng, indices = np.random.default_rng(0), np.flatnonzero(state.fits)
+    for i in map(int, rng.choice(indices, 25, replace=False)):
+        choice = state.pricing.program(i).solve(time_limit=None, gap=0.0)
+        priced = state.pricing.price(state.pricing.plan(i, choice), choice)
+        assert state.first[i] <= priced.seconds * (1 + 1e-9)
+    assert state.first[state.incumbent_at] > 0.9 * state.incumbent.seconds
+
+
 def test_critical_chain_lies_between_the_bound_and_the_simulation():
     scenario = load_scenario("gem-8xh200", with_variants=False)
     space = build_space(scenario)
