@@ -37,8 +37,11 @@ def run(directory: Path | str, *, seeds: int, steps: int | None, tolerance: floa
 
 def trained_events(plan: Plan, steps: int | None) -> int:
     """Samples that one training sees, 0 where only the data says how many."""
+    batch, source = plan.local_batch * plan.accumulation * plan.layout.world_size, plan.workload.source
     number = steps or plan.workload.num_steps
-    return number * plan.local_batch * plan.accumulation * plan.layout.world_size if number else 0
+    if number is None and source.kind == "synthetic":
+        number = plan.workload.epochs * (source.num_events // batch)
+    return number * batch if number else 0
 
 
 def train(asked: Sequence[tuple[Plan, str]], folder: Path, steps: int | None, progress: Callable[[str], None]) -> list[gates.Trained]:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from planner import gates
+from planner import gates, validate
 from planner.configure import default_plan
 from planner.scenario import load_scenario
 
@@ -96,3 +96,10 @@ def test_what_run_says(low, tmp_path):
     assert gates.standing(plain, tmp_path) is None
     with pytest.raises(ValueError, match="nothing to validate"):
         gates.validate(plain, trainer({}), seeds=3, tolerance=1e-3, events=0)
+
+
+def test_trained_events_follow_steps_or_a_synthetic_stream(low):
+    source = dataclasses.replace(low.workload.source, kind="synthetic", num_events=10_000)
+    streamed = dataclasses.replace(low, workload=dataclasses.replace(low.workload, source=source, num_steps=None, epochs=2))
+    batch = low.local_batch * low.accumulation * low.layout.world_size
+    assert validate.trained_events(streamed, 7) == 7 * batch and validate.trained_events(streamed, None) == 2 * (10_000 // batch) * batch
