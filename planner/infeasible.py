@@ -35,10 +35,10 @@ class LeastBad:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """A change that makes a plan feasible, as solved: `what` in the scenario's words, the step time it leads to [s]."""
+    """A change that was tried: `what` in the scenario's words, the step time it leads to [s], or None where time ran out before a plan was found."""
 
     what: str
-    seconds: float
+    seconds: float | None
 
 
 def report(state: Search) -> str:
@@ -69,12 +69,16 @@ def report(state: Search) -> str:
             + f"; reserved {show_gib(memory.reserved.value)}, peak in phase {memory.peak_phase}"
         )
     lines += [f"table {name}: {text}" for name, text in oversized(state)]
-    knobs = list(ways_out(state, found))
-    lines += [f"  {k}. {knob.what}: step {show(knob.seconds, 'seconds')}" for k, knob in enumerate(knobs, start=1)]
+    tried = list(ways_out(state, found))
+    knobs = [(knob.what, knob.seconds) for knob in tried if knob.seconds is not None]
+    undecided = [knob.what for knob in tried if knob.seconds is None]
     if knobs:
-        lines.insert(len(lines) - len(knobs), "ways out, each solved:")
-    else:
+        lines.append("ways out, each solved:")
+        lines += [f"  {k}. {what}: step {show(seconds, 'seconds')}" for k, (what, seconds) in enumerate(knobs, start=1)]
+    elif not undecided:
         lines.append("no single change that was tried (memory, pins, exclusions, predict-only options) makes a plan fit")
+    if undecided:
+        lines.append(f"not decided within {_KNOB_SECONDS:g} s each: {'; '.join(undecided)}")
     return "\n".join(lines)
 
 
@@ -126,17 +130,22 @@ def oversized(state: Search) -> Iterator[tuple[str, str]]:
 
 
 def ways_out(state: Search, found: LeastBad | None) -> Iterator[Knob]:
-    """Changes of one thing that lead to a plan, each searched for."""
+    """Changes of one thing that lead to a plan, each searched for, and those whose search ran out of time."""
     from planner.search import Search
 
     for what, scenario in changes(state.scenario, found.missing if found else 0.0, found.host_missing if found else 0.0):
+        trial = None
         try:
             trial = Search(scenario, state.calibration, time_limit=_KNOB_SECONDS, gap=0.05)
             trial.run(give_up=True)
         except ValueError:
+            if trial is not None and trial.timed_out:
+                yield Knob(what=what, seconds=None)
             continue
         if trial.incumbent is not None:
             yield Knob(what=what, seconds=trial.incumbent.seconds)
+        elif trial.timed_out:
+            yield Knob(what=what, seconds=None)
 
 
 def changes(scenario: ResolvedScenario, missing: float, host: float = 0.0) -> Iterator[tuple[str, ResolvedScenario]]:

@@ -280,7 +280,11 @@ def _chunks(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
                 if frame[list(_EVENT_COLUMNS)].isna().any().any():
                     raise UsageError(f"{path}: user_id, item_id and timestamp must not be empty")
                 user, item = (_integers(frame[name].to_numpy()) for name in ("user_id", "item_id"))
-                yield user, item, frame["timestamp"].to_numpy(dtype=np.float64)
+                time = pd.to_numeric(frame["timestamp"], errors="coerce")
+                if time.isna().any():
+                    row = int(time.index[time.isna()][0])
+                    raise UsageError(f"{path}:{row + 2}: timestamp {frame['timestamp'][row]!r} is not a number")
+                yield user, item, time.to_numpy(dtype=np.float64)
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not a readable table ({error})") from error
     except ValueError as error:

@@ -25,6 +25,7 @@ def command(
     """Why a scenario's best plan is chosen: what binds, how the runners-up differ, what moves the step. With --against, compare two plans or runs.
 
     Example: planner explain gem-8xh200
+
     Example: planner explain gem-8xh200 --against hstu-ranking
     """
     from costmodel.codec import encode

@@ -38,7 +38,7 @@ def _without(found: Sizing) -> Iterator[str]:
 def _cells(p: Point, found: Sizing) -> list[str]:
     asked = found.demand.deadline or found.demand.rate or found.demand.budget
     words = "met" if p.sure else "met, not at the slow end"
-    missed = ", ".join(f"{k} x{v:.2f}" if v < float("inf") else f"{k}: unknown" for k, v in p.misses.items())
+    missed = ", ".join(f"{k} x{v:.2f}" if v < 1e3 else f"{k} x{v:.1e}" if v < float("inf") else f"{k}: unknown" for k, v in p.misses.items())
     return [f"{p.num_devices}", p.device, seconds(p.step_time_s), show_count(p.examples_per_second or 0.0), percent(p.effective), show_count(p.net),
             "-" if p.hours is None else f"{p.hours:,.3g}", dollars(p.dollars), dollars(p.dollars_per_billion_examples), gib(p.memory_bytes),
             p.limiting or "-", p.layout or "-", (missed or words) if asked else ""]

@@ -117,7 +117,8 @@ def test_samples_with_list_columns(tmp_path):
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("e.csv", "user_id,item_id\n1,2\n", "column timestamp is missing"), ("e.csv", "", "not a readable table"),
     ("e.csv", "user_id,item_id,timestamp\n", "no history"), ("e.csv", "user_id,item_id,timestamp\n1,,3\n", "must not be empty"),
-    ("e.csv", "user_id,item_id,timestamp\n1,2,soon\n", "could not convert"), ("e.parquet", "hello", "not a readable Parquet"),
+    ("e.csv", "user_id,item_id,timestamp\n1,2,3\n1,2,zz\n", "e.csv:3: timestamp 'zz' is not a number"),
+    ("e.csv", "user_id,item_id,timestamp\n1,2,soon\n", "e.csv:2: timestamp 'soon' is not a number"), ("e.parquet", "hello", "not a readable Parquet"),
     ("e.txt", "x", "unknown kind"), ("w.yaml", "name: w\n", "only a workload that `planner record` wrote"),
 ])
 def test_wrong_input_is_named(tmp_path, name, content, words):

@@ -227,3 +227,12 @@ def test_nothing_fits_says_by_how_much_and_what_would_help():
     text = str(caught.value)
     assert "candidates fits into 2.794 GiB per rank (memory_budget; the device has 131.3 GiB)" in text and "GiB missing" in text
     assert "its largest parts: " in text and "ways out, each solved:" in text and "no memory_budget" in text
+
+
+def test_a_way_out_whose_search_ran_out_of_time_is_not_called_none(monkeypatch):
+    monkeypatch.setattr("planner.infeasible._KNOB_SECONDS", 0.0)
+    scenario = load_scenario("gem-8xh200", with_variants=False)
+    tight = dataclasses.replace(scenario, cluster=dataclasses.replace(scenario.cluster, memory_budget=3e9))
+    with pytest.raises(NoFeasiblePlan, match=r"not decided within 0 s each: .*no memory_budget") as caught:
+        search(tight, time_limit=20.0)
+    assert "no single change" not in str(caught.value)
