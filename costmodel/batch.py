@@ -39,8 +39,9 @@ from costmodel.batch_sparse import AVERAGE, EXCHANGE, GATHER, TABLES, UPDATE, Re
 from costmodel.calibration import Calibration
 from costmodel.comms import Network, network
 from costmodel.imbalance import slowest_rank
-from costmodel.lower import Factors, Pricer, _Builder, batch_shape, pricer
+from costmodel.lower import Factors, _Builder, batch_shape
 from costmodel.plan import Layout, Plan
+from costmodel.pricer import Pricer, pricer
 from costmodel.sparse import TableLoads, table_loads
 
 LAYOUT_COLUMNS = ("ddp", "fsdp", "ep", "expert_all_to_all", "sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every",

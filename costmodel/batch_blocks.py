@@ -1,4 +1,4 @@
-"""Blocks priced over many batch shapes at once: what `lower.Pricer` and `Block.saved_bytes` say of each shape, as arrays.
+"""Blocks priced over many batch shapes at once: what `pricer.Pricer` and `Block.saved_bytes` say of each shape, as arrays.
 
 Without a calibration an op's time is a formula (`costmodel.compute.roofline`), which arrays of features go through as
 well as numbers do; so a block lists its ops once, with arrays `(n,)` for events, pairs and samples. Measured curves are read shape by shape.
@@ -12,9 +12,9 @@ import numpy as np
 from costmodel.blocks import BatchShape, Block, activation_dtype
 from costmodel.blocks.base import JaggedShape
 from costmodel.compute import peak_flops, roofline
-from costmodel.lower import Pricer
 from costmodel.ops import FORWARD, Op, dtype_bytes
 from costmodel.precision import LOW_PRECISIONS
+from costmodel.pricer import Pricer
 
 
 class _Shapes:

@@ -16,7 +16,7 @@ The FSDP unit is a block. Dependencies of collectives:
                  for both (the way there and the way back are one task). Where the host reads split sizes of an all-to-all, it waits for the device
                  and loses its lead.
 
-A block's time is the sum of its ops' times under the calibration's correction of that block kind; a missing curve falls to the roofline and says so.
+What tasks take is `costmodel.pricer`'s.
 """
 from __future__ import annotations
 
@@ -24,27 +24,20 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from costmodel import compute
 from costmodel.blocks import BatchShape, Block, JaggedShape, activation_dtype
-from costmodel.blocks.measured import block_features
-from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTime
+from costmodel.calibration import MINIMUM_WIDTH, Calibration
 from costmodel.comms import CollectiveCost, GroupShape, Network, layout_groups, network
-from costmodel.gpu import block_key
 from costmodel.model import DTYPE_BYTES, Model
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
-from costmodel.precision import LOW_PRECISIONS
-from costmodel.precision import parts as low_precision_parts
+from costmodel.pricer import MAX_BATCHES, NO_COST, Cost, Pricer, pricer, summed
 from costmodel.quantity import Source, worst
 from costmodel.regions import Region, regions
 from costmodel.sparse import GroupWork, TableLoads, group_work, table_loads
 from costmodel.stepgraph import COMPUTE, H2D, HOST, StepGraph, Task, tier_stream
 from costmodel.wire import LOW_WIRES, gather_width, wire_bytes, wires
-
-# Main-thread time of a step outside everything else (loop, metrics) [Assumed where not measured].
-STEP_OVERHEAD_SECONDS = 2e-4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -53,32 +46,6 @@ class Factors:
 
     tokens: float = 1.0
     pairs: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Time of a run of ops: seconds and host seconds, FLOPs and bytes, seconds of ops whose roof is compute, and what they lean on: (curve, source,
-    seconds, width) each."""
-
-    seconds: float
-    host_seconds: float
-    flops: float
-    bytes: float
-    compute_bound: float
-    parts: tuple[tuple[str, Source, float, float], ...]
-
-    @property
-    def source(self) -> Source:
-        return worst(source for _, source, _, _ in self.parts)
-
-
-def _summed(costs: Sequence[Cost]) -> Cost:
-    return Cost(seconds=sum([c.seconds for c in costs]), host_seconds=sum([c.host_seconds for c in costs]), flops=sum([c.flops for c in costs]),
-                bytes=sum([c.bytes for c in costs]), compute_bound=sum([c.compute_bound for c in costs]),
-                parts=tuple([part for c in costs for part in c.parts]))
-
-
-NO_COST = Cost(seconds=0.0, host_seconds=0.0, flops=0.0, bytes=0.0, compute_bound=0.0, parts=())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,164 +68,7 @@ class Lowered:
     notes: tuple[str, ...]
     load: float = 0.0
 
-class Pricer:
-    """Times of ops and blocks on one plan's device under one calibration."""
 
-    def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
-        self.device, self.calibration, self.execution = plan.cluster.device, calibration, plan.execution
-        self.low_weight_gradients = "low_weight_gradients" in plan.recipe
-        self.active_ranks = plan.cluster.devices_per_host if self.device.kind == "cpu" else 1
-        if plan.layout.world_size < self.active_ranks:
-            self.active_ranks = plan.layout.world_size
-        # seconds of compute on a shared machine: the share of a core that a rank gets, then what it waits for ranks that got less (costmodel.samples)
-        self.waiting = calibration.host_constant("peer_wait", self.active_ranks, 0.0) if calibration is not None else 0.0
-        share = calibration.host_constant("processor_share", self.active_ranks, 1.0) if calibration is not None else 1.0
-        self._stretch = (1.0 + self.waiting) / share
-        self._costs: dict[tuple[Op, str], Cost] = {}
-        self._blocks: dict[tuple[int, int, str, str], Cost] = {}
-        self._kept: list[BatchShape] = []
-
-    def keep(self, batch: BatchShape) -> None:
-        """Block costs are kept by the batch's identity, which must then stay taken."""
-        if any(batch is kept for kept in self._kept):
-            return
-        if len(self._kept) >= _MAX_BATCHES:
-            self._kept.clear()
-            self._blocks.clear()
-        self._kept.append(batch)
-
-    @property
-    def step_overhead(self) -> tuple[float, Source]:
-        """Seconds of a step that no op has, behind its optimizer, and where they are from."""
-        measured = None
-        if self.calibration is not None:
-            measured = self.calibration.constants.get(f"step_overhead/{self.active_ranks}", self.calibration.constants.get("step_overhead"))
-        return (measured, "interpolated") if measured is not None else (STEP_OVERHEAD_SECONDS, "assumed")
-
-    def time(self, one: Op, phase: str) -> OpTime:
-        """Seconds of one op (all repetitions)."""
-        if self.calibration is not None:
-            time = self.calibration.predict(one, phase, active_ranks=self.active_ranks, device=self.device)
-            return time if self._stretch == 1.0 else dataclasses.replace(time, seconds=time.seconds * self._stretch)
-        host = one.count * compute.EAGER_LAUNCH_SECONDS if self.device.kind == "gpu" else 0.0
-        return OpTime(seconds=compute.roofline_seconds(one, phase, self.device), host_seconds=host, source="roofline",
-                      width=MINIMUM_WIDTH["roofline"], curve=f"roofline:{one.kind}")
-
-    def ops(self, ops: Sequence[Op], phase: str) -> Cost:
-        """The sum over ops in one phase."""
-        costs = [self._costs.get((one, phase)) or self._cost(one, phase) for one in ops]
-        return costs[0] if len(costs) == 1 else _summed(costs)
-
-    def _cost(self, one: Op, phase: str) -> Cost:
-        made = [self._timed(part, way) for part, way in self.expanded((one,), phase)]
-        cost = self._costs[one, phase] = made[0] if len(made) == 1 else _summed(made)
-        return cost
-
-    def expanded(self, ops: Iterable[Op], phase: str) -> list[tuple[Op, str]]:
-        """(op, phase that it is timed in): linear layers below 16 bits as their quantisations and products (costmodel.precision)."""
-        found: list[tuple[Op, str]] = []
-        for one in ops:
-            if one.kind == "linear" and one.dtype in LOW_PRECISIONS:
-                made = low_precision_parts(one, phase, self.device, low_weight_gradients=self.low_weight_gradients)
-                found += [(part, FORWARD) for part in made]
-            else:
-                found.append((one, phase))
-        return found
-
-    def _timed(self, one: Op, phase: str) -> Cost:
-        time, (at_peak, at_bandwidth) = self.time(one, phase), compute.limits(one, phase, self.device)
-        cost = self._costs[one, phase] = Cost(
-            seconds=time.seconds, host_seconds=self._launch(time.host_seconds), flops=one.flops(phase), bytes=one.bytes(phase),
-            compute_bound=time.seconds if at_peak >= at_bandwidth else 0.0, parts=((time.curve, time.source, time.seconds, time.width),))
-        return cost
-
-    def _launch(self, seconds: float) -> float:
-        """Host launch time under the plan's execution mode; a replayed graph launches its ops for next to nothing."""
-        if self.calibration is not None:
-            seconds *= self.calibration.constants.get("host_scale", 1.0)
-        if self.execution == "compile":
-            return seconds * compute.COMPILED_LAUNCH_SHARE
-        if self.execution == "cuda_graph":
-            return seconds * compute.GRAPH_LAUNCH_SECONDS / compute.EAGER_LAUNCH_SECONDS
-        return seconds
-
-    def block(self, block: Block, batch: BatchShape, precision: str, phase: str) -> Cost:
-        """One block's forward or backward, corrected by its kind's composition."""
-        key = (id(block), id(batch), precision, phase)
-        if key not in self._blocks:
-            self._blocks[key] = self._corrected(block, batch, self.ops(block.forward(batch, precision), phase), phase, precision)
-        return self._blocks[key]
-
-    def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
-        """What runs again before a block's backward."""
-        key = (id(block), id(batch), precision, policy)
-        if key not in self._blocks:
-            again = block.recomputed(batch, precision, policy)
-            timed = self._under_policy(block, batch, precision, policy, again)
-            self._blocks[key] = timed if timed is not None else (
-                self._corrected(block, batch, self.ops(again, FORWARD), FORWARD, precision) if again else NO_COST)
-        return self._blocks[key]
-
-    def _under_policy(self, block: Block, batch: BatchShape, precision: str, policy: str, again: Sequence[Op]) -> Cost | None:
-        """What a policy adds to a block's backward, and to the host's time in both directions, where blocks were timed under it; else None."""
-        if not again or self._composition(block, BACKWARD, precision, policy) is None:
-            return None
-        forward, plain = self.ops(block.forward(batch, precision), FORWARD), self.block(block, batch, precision, BACKWARD)
-        run = self.ops(again, FORWARD)
-        both = self.ops(block.forward(batch, precision), BACKWARD)
-        both = dataclasses.replace(both, seconds=both.seconds + run.seconds, host_seconds=both.host_seconds + run.host_seconds,
-                                   flops=both.flops + run.flops, bytes=both.bytes + run.bytes, parts=(*both.parts, *run.parts))
-        whole = self._corrected(block, batch, both, BACKWARD, precision, policy)
-        host = whole.host_seconds - plain.host_seconds
-        if self._composition(block, FORWARD, precision, policy) is not None:
-            host += (self._corrected(block, batch, forward, FORWARD, precision, policy).host_seconds
-                     - self._corrected(block, batch, forward, FORWARD, precision).host_seconds)
-        seconds = max(whole.seconds - plain.seconds, 0.0)
-        share = seconds / whole.seconds if whole.seconds > 0 else 0.0
-        return Cost(seconds=seconds, host_seconds=max(host, 0.0), flops=run.flops, bytes=run.bytes, compute_bound=run.compute_bound,
-                    parts=tuple((curve, source, value * share, width if curve.startswith("roofline") else width * share if curve.startswith(
-                        "composition:") else width) for curve, source, value, width in whole.parts))
-
-    def _composition(self, block: Block, phase: str, precision: str, policy: str = "none") -> Composition | None:
-        if self.calibration is None:
-            return None
-        name = block.kind if self.device.kind == "cpu" else block_key(block.kind, precision, policy)
-        return self.calibration.composition(name, phase, self.active_ranks)
-
-    def unit(self, kind: str, block: Block) -> Cost:
-        """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`."""
-        key = (id(block), 0, kind, STEP)
-        if key not in self._blocks:
-            self._blocks[key] = self.ops([op(kind, parameters=block.num_parameters, tensors=block.num_tensors)], STEP)
-        return self._blocks[key]
-
-    def _corrected(self, block: Block, batch: BatchShape, cost: Cost, phase: str, precision: str, policy: str = "none") -> Cost:
-        """Inside the measured blocks the ops' own errors are part of the correction, outside they add to it."""
-        found = self._composition(block, phase, precision, policy)
-        features = block_features(block, batch) if found is not None else None
-        if found is None or features is None:
-            return cost
-        ratio, width, outside = found.ratio(features)
-        known = 0.0 if outside < 0.1 else 1.0
-        parts = tuple((curve, source, seconds * ratio, known * error) for curve, source, seconds, error in cost.parts)
-        return dataclasses.replace(cost, seconds=cost.seconds * ratio, host_seconds=cost.host_seconds * found.host_ratio,
-                                   compute_bound=cost.compute_bound * ratio,
-                                   parts=(*parts, (f"composition:{block.kind}/{phase}", "measured", 0.0, width * cost.seconds * ratio)))
-
-
-_MAX_PRICERS = 16
-_MAX_BATCHES = 256
-_pricers: dict[tuple[int, int, str, int, tuple[str, ...]], tuple[object, Calibration | None, Pricer]] = {}
-
-
-def pricer(plan: Plan, calibration: Calibration | None) -> Pricer:
-    """The Pricer of the plan's very cluster, calibration, execution and ranks on a host, made once: candidates of a search share block costs."""
-    key = (id(plan.cluster), id(calibration), plan.execution, min(plan.layout.world_size, plan.cluster.devices_per_host), plan.recipe)
-    if key not in _pricers:
-        if len(_pricers) >= _MAX_PRICERS:
-            _pricers.clear()
-        _pricers[key] = (plan.cluster, calibration, Pricer(plan, calibration))
-    return _pricers[key][2]
 
 
 _batches: dict[tuple[object, ...], tuple[object, object, BatchShape]] = {}
@@ -269,7 +79,7 @@ def batch_shape(plan: Plan, factors: Mapping[str, Factors] | None = None) -> Bat
     padded = plan.batching == "padded"
     key = (id(plan.model), id(plan.workload), plan.local_batch, padded, tuple(sorted((factors or {}).items())))
     if key not in _batches:
-        if len(_batches) >= _MAX_BATCHES:
+        if len(_batches) >= MAX_BATCHES:
             _batches.clear()
         _batches[key] = (plan.model, plan.workload, _batch_shape(plan, factors or {}, padded))
     return _batches[key][2]
@@ -294,7 +104,7 @@ def model_flops(plan: Plan) -> float:
     batch = batch_shape(dataclasses.replace(plan, batching="jagged"))
     key = (id(plan.model), id(batch))
     if key not in _forward_flops:
-        if len(_forward_flops) >= _MAX_BATCHES:
+        if len(_forward_flops) >= MAX_BATCHES:
             _forward_flops.clear()
         forward = sum(r.count * (r.block.flops(batch) - r.block.causal_excess(batch)) for r in regions(plan.model))
         _forward_flops[key] = (plan.model, batch, forward)
@@ -570,7 +380,7 @@ class _Builder:
             return None
         cost = self.pricer.unit("fsdp_gather", unit.region.block)
         if self.plan.gather_dtype is not None and unit.precision != "fp32" and self.plan.layout.fsdp > 1:
-            cost = _summed([cost, self.pricer.ops(self.gather_conversions(unit.region.block), FORWARD)])
+            cost = summed([cost, self.pricer.ops(self.gather_conversions(unit.region.block), FORWARD)])
         return self.compute(f"unshard {unit.region.name}", cost, phase, unit.region.name, deps=(gather,))
 
     def gather_conversions(self, block: Block) -> list[Op]:
@@ -622,7 +432,7 @@ class _Builder:
             if self.plan.exchange == "rows":
                 cost = self.pricer.ops(self._spread(), BACKWARD)
                 if conversions := self.conversions(1):
-                    cost = _summed([cost, self.pricer.ops(conversions, FORWARD)])
+                    cost = summed([cost, self.pricer.ops(conversions, FORWARD)])
                 self.compute("gather gradients", cost, "sparse")
             group, num_bytes = self.groups["sparse_group"], self.wire_bytes[1]
             self.collective("gradients", "all_to_all", num_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)

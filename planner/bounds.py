@@ -26,10 +26,10 @@ import numpy as np
 
 from costmodel.blocks import BatchShape, Block
 from costmodel.contention import RATE_FLOOR
-from costmodel.lower import Pricer
 from costmodel.model import DTYPE_BYTES, Model
 from costmodel.ops import BACKWARD, FORWARD, STEP, op
 from costmodel.plan import Plan, RegionOption, RegionPlan
+from costmodel.pricer import Pricer
 from costmodel.regions import regions
 from costmodel.sparse import TableLoads, expected_unique, ids_per_table, skew, state_bytes
 from costmodel.stepgraph import COMPUTE, HOST, StepGraph, Task

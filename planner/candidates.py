@@ -27,7 +27,7 @@ from costmodel.batch_phases import Keys
 from costmodel.blocks import Block, activation_dtype
 from costmodel.comms import layout_groups, network
 from costmodel.contention import RATE_FLOOR
-from costmodel.lower import batch_shape, pricer
+from costmodel.lower import batch_shape
 from costmodel.memory import (
     COMMUNICATOR_BYTES,
     INPUT_BATCHES,
@@ -41,6 +41,7 @@ from costmodel.memory import (
 )
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.plan import Plan
+from costmodel.pricer import pricer
 from costmodel.regions import regions
 from costmodel.sparse import GroupWork, group_work
 from costmodel.wire import gather_width, wire_bytes

@@ -18,11 +18,12 @@ from costmodel.blocks.base import QUANTIZED
 from costmodel.calibration import Calibration
 from costmodel.comms import GroupShape, Network, layout_groups, network
 from costmodel.imbalance import slowest_rank
-from costmodel.lower import Factors, Lowered, batch_shape, lower, pricer
+from costmodel.lower import Factors, Lowered, batch_shape, lower
 from costmodel.memory import BlockMemory, Memory, keeps_unsharded, memory, option_memory, reserving
 from costmodel.model import DTYPE_BYTES, TableGroup
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.precision import emulated
+from costmodel.pricer import pricer
 from costmodel.regions import Region, regions
 from costmodel.simulate import simulate
 from costmodel.sparse import expected_unique, ids_per_table, skew, state_bytes

@@ -12,9 +12,10 @@ from costmodel.batch_blocks import BlockPrices
 from costmodel.calibration import Calibration, fit
 from costmodel.cluster import Cluster, Device, LinkTier, Reliability
 from costmodel.imbalance import slowest_rank
-from costmodel.lower import Factors, Lowered, batch_shape, lower, pricer
+from costmodel.lower import Factors, Lowered, batch_shape, lower
 from costmodel.model import Head, LayerGroup, Model, Sequence, TableGroup
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
+from costmodel.pricer import pricer
 from costmodel.regions import regions
 from costmodel.samples import Environment, Sample
 from costmodel.simulate import bound, simulate

@@ -104,7 +104,7 @@ def test_throughput_and_dollars(make_plan):
 def _calibration(plan, width=1.0):
     """Every op of the plan measured at 1.5 times its roofline."""
     from costmodel import compute
-    from costmodel.lower import Pricer
+    from costmodel.pricer import Pricer
 
     seen = {}
 

@@ -9,10 +9,11 @@ from costmodel.blocks.measured import block_features
 from costmodel.calibration import Calibration, fit
 from costmodel.estimate import estimate
 from costmodel.gpu import Steady, block_key, has_lead, launches, timed_ops, without_launches
-from costmodel.lower import Pricer, batch_shape, lower
+from costmodel.lower import batch_shape, lower
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD, KINDS
 from costmodel.plan import Plan
+from costmodel.pricer import Pricer
 from costmodel.regions import regions
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
 from costmodel.simulate import simulate
