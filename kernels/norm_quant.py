@@ -54,7 +54,8 @@ class Quantized:
             scales = _fp8.e8m0_scale(scales.view(torch.uint8))
         if self.scaling == "mxfp8_32x32":
             scales = scales.repeat_interleave(32, dim=0)[:num_rows]
-        return (values.view(num_rows, -1, _BLOCK[self.scaling] or dim) * scales.unsqueeze(-1)).view(num_rows, dim)
+        block = _BLOCK[self.scaling] or dim
+        return (values.view(num_rows, dim // block, block) * scales.unsqueeze(-1)).view(num_rows, dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,13 @@ from costmodel.blocks.attention import GDPA_ACTIVATIONS
 from costmodel.model import TableGroup
 from kernels import block_attention, gdpa, jagged_attention
 from kernels.embedding import embedding_pooled, embedding_sequence, new_optimizer_state
+from kernels.factor import factor_rows
 from kernels.jagged import jagged_mean
 from runtime.microbench.requests import Request
 from runtime.microbench.timing import Run
 from runtime.model.interformer import even_offsets
 from runtime.model.sequence import last_event
 from runtime.optimizer import build_dense_optimizer
-from runtime.precision.linear import quantize_factor
 from runtime.shards import Storage
 from runtime.synthetic import Zipf
 from runtime.tables import DTYPES, StoredTable
@@ -135,7 +135,7 @@ def _cast(request: Request, device: torch.device) -> Differentiable:
 def _quantize(request: Request, _phase: str, device: torch.device) -> Run:
     """To 8 bits with a scale a row, as a linear layer's factors are."""
     x = noise(*_sizes(request, "m", "n"), device=device).to(PARAM_DTYPES[request.op.dtype])
-    return Run(run=lambda _: quantize_factor(x, "rowwise"))
+    return Run(run=lambda _: factor_rows(x, "rowwise"))
 
 
 def _attention(request: Request, device: torch.device) -> Differentiable:

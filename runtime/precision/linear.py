@@ -8,6 +8,9 @@ Q quantises along the contraction with the scales of the precision (costmodel.pr
 scales is the same for w and w^T. Where the device multiplies the format itself, `torch._scaled_mm` does; elsewhere both factors are restored
 and multiplied: the products are then exact in fp32, which also accumulates.
 
+Without the options below a layer is one operator forward and one backward over the kernels of `kernels.factor`: x and dy are read once where
+only rows are needed, twice where columns are too; the bias' gradient comes out of the pass that quantises dy; the bias is added in the product.
+
 Recipe: `stochastic_rounding` rounds gradients stochastically (a seed a call), `hadamard` turns both factors by one randomised Hadamard transform
 along the contraction, `outliers` multiplies the columns of x with the largest magnitudes, 1 % of them, in the layer's own dtype beside the rest.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 from costmodel.plan import RecipeOption
 from costmodel.precision import LOW_PRECISIONS, unfit
 from kernels import _fp8
+from kernels.factor import factor_columns, factor_rows, tensor_scale
 from kernels.norm_quant import HADAMARD_BLOCK, Quantized, quantize
 
 OUTLIER_SHARE = 0.01
@@ -39,6 +44,11 @@ class Recipe:
     precision: str
     native: bool
     options: tuple[RecipeOption, ...] = ()
+
+    @property
+    def fused(self) -> bool:
+        """Whether the layer is one operator a direction."""
+        return self.precision != "mxfp8" and set(self.options) <= {"low_weight_gradients"}
 
     def __contains__(self, option: str) -> bool:
         return option in self.options
@@ -59,30 +69,105 @@ def quantize_factor(x: Tensor, scaling: str, *, seed: int | None = None, hadamar
     """`x (M, K)` with scales along K. A tensor-wise scale is that of the tensor itself."""
     scale = None
     if scaling == "tensor_delayed":
-        amax = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-        scale = _fp8.fp32_scale(amax)[0]
+        scale = tensor_scale(x)
     return quantize(x, scaling=scaling, scale=scale, hadamard=hadamard, hadamard_seed=HADAMARD_SEED, stochastic_rounding_seed=seed)  # type: ignore[arg-type]
 
 
-def product(a: Quantized, b: Quantized, *, native: bool, dtype: torch.dtype) -> Tensor:
-    """`a (M, K)` times `b (N, K)` transposed, `(M, N)` in `dtype`, accumulated in fp32."""
-    if native:
-        return _scaled_mm(a, b, dtype)
+def product(a: Quantized, b: Quantized, *, native: bool, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """`a (M, K)` times `b (N, K)` transposed, `(M, N)` in `dtype`, accumulated in fp32; plus `bias (N,)`."""
+    if native and a.values.numel():
+        return _scaled_mm(a, b, dtype, bias)
     if a.values.is_cuda and a.scaling.startswith("mxfp8"):  # e4m3 times a power of two is exact in bf16
-        return (a.dequantize().bfloat16() @ b.dequantize().bfloat16().t()).to(dtype)
-    if a.scaling in ("rowwise", "tensor_delayed"):  # scales are restored behind the product, as the device does
+        out = (a.dequantize().bfloat16() @ b.dequantize().bfloat16().t()).to(dtype)
+    elif a.scaling in ("rowwise", "tensor_delayed"):  # scales are restored behind the product, as the device does
         out = _fp8.from_e4m3(a.values) @ _fp8.from_e4m3(b.values).t()
-        return (out * a.scales * b.scales.reshape(1, -1)).to(dtype)
-    return (a.dequantize() @ b.dequantize().t()).to(dtype)
+        out = (out * a.scales * b.scales.reshape(1, -1)).to(dtype)
+    else:
+        out = (a.dequantize() @ b.dequantize().t()).to(dtype)
+    return out if bias is None else out + bias
 
 
-def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    scales_a, scales_b = a.scales, b.scales
-    if a.scaling == "block128":  # cuBLAS wants both with the rows adjacent
-        scales_a, scales_b = a.scales.t().contiguous().t(), b.scales.t().contiguous().t()
-    out_dtype = torch.bfloat16 if a.scaling == "rowwise" and dtype == torch.float32 else dtype  # row scales come out in bf16 only
-    out = torch._scaled_mm(a.values, b.values.t(), scale_a=scales_a, scale_b=scales_b.t() if scales_b.dim() else scales_b, out_dtype=out_dtype)
-    return out.to(dtype)
+def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """Accumulated by the tensor cores alone: promoting sums to fp32 now and then costs a fifth of the rate, and what it adds is far below what three
+    mantissa bits lose (docs/results/precision-h200.md). Blocks are promoted anyway."""
+    values, scales_a, scales_b, blocks = a.values, a.scales, b.scales, a.scaling == "block128"
+    if blocks:  # cuBLAS wants both scales with the rows adjacent, in whole lines
+        if missing := -len(values) % 16:
+            values = torch.nn.functional.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
+            scales_a = torch.nn.functional.pad(scales_a, (0, 0, 0, missing))
+        scales_a, scales_b = scales_a.t().contiguous().t(), scales_b.t().contiguous().t()
+    out_dtype = torch.bfloat16 if dtype == torch.float32 and a.scaling == "rowwise" else dtype  # row scales come out in bf16 only
+    added = bias if bias is not None and out_dtype == dtype == bias.dtype == torch.bfloat16 and not blocks else None
+    out = torch._scaled_mm(values, b.values.t(), scale_a=scales_a, scale_b=scales_b.t() if scales_b.dim() else scales_b, bias=added,
+                           out_dtype=out_dtype, use_fast_accum=not blocks)
+    out = out[:len(a.values)].to(dtype)
+    return out if bias is None or added is not None else out + bias
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, native: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """`x (M, K)`, `weight (N, K)` -> `(M, N)` in x's dtype, and what `factor_columns` needs of x where `columns` are to follow."""
+    scaling = _SCALINGS[precision][0]
+    factor = factor_rows(x, scaling, columns=columns)
+    out = product(factor.quantized, factor_rows(weight, scaling).quantized, native=native, dtype=x.dtype, bias=bias)
+    return out, factor.rest if columns else factor.rest.new_empty(0)
+
+
+def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, rest: Tensor, precision: str, native: bool, low: bool, need: Sequence[bool]
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of (x, weight, bias), empty where not needed. low: the weights' in 8 bits, with `rest` of x."""
+    scaling = _SCALINGS[precision][0]
+    none, low = grad.new_empty(0), low and need[1]
+    if not (need[0] or low):
+        return none, grad.t() @ x if need[1] else none, grad.sum(0) if need[2] else none
+    factor = factor_rows(grad, scaling, columns=low, sums=need[2])
+    dx = dw = none
+    if need[0]:
+        dx = product(factor.quantized, factor_columns(weight, scaling), native=native, dtype=grad.dtype)
+    if low:
+        dw = product(factor_columns(grad, scaling, factor.rest), factor_columns(x, scaling, rest), native=native, dtype=grad.dtype)
+    elif need[1]:
+        dw = grad.t() @ x
+    return dx, dw, factor.sums.to(grad.dtype)
+
+
+def _linear_fake(x, weight, bias, precision, native, columns):
+    rest = {"fp8_row": (x.shape[1],), "fp8_tensor": (), "fp8_block": (0,)}[precision] if columns else (0,)
+    return x.new_empty((x.shape[0], weight.shape[0])), x.new_empty(rest, dtype=torch.float32)
+
+
+def _linear_backward_fake(grad, x, weight, rest, precision, native, low, need):
+    return tuple(grad.new_empty(shape if wanted else (0,)) for shape, wanted in zip((x.shape, weight.shape, weight.shape[:1]), need))
+
+
+_LIBRARY = torch.library.Library("planner_runtime", "FRAGMENT")
+_LIBRARY.define("low_precision_linear(Tensor x, Tensor weight, Tensor? bias, str precision, bool native, bool columns) -> (Tensor, Tensor)")
+_LIBRARY.define("low_precision_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor rest, str precision, bool native, bool low, bool[] need) "
+                "-> (Tensor, Tensor, Tensor)")
+for _name, _run, _fake in (("low_precision_linear", _linear, _linear_fake),
+                           ("low_precision_linear_backward", _linear_backward, _linear_backward_fake)):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"planner_runtime::{_name}", _fake, lib=_LIBRARY)
+
+
+class _FusedLinear(torch.autograd.Function):
+    """As `_LowPrecisionLinear`, one operator a direction."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+        columns = "low_weight_gradients" in recipe
+        out, rest = torch.ops.planner_runtime.low_precision_linear(x, weight, bias, recipe.precision, recipe.native, columns)
+        ctx.save_for_backward(x, weight, rest if columns else None)
+        ctx.recipe, ctx.has_bias = recipe, bias is not None
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, rest = ctx.saved_tensors
+        need = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.has_bias and ctx.needs_input_grad[2]]
+        found = torch.ops.planner_runtime.low_precision_linear_backward(
+            grad.contiguous(), x, weight, grad.new_empty(0) if rest is None else rest, ctx.recipe.precision, ctx.recipe.native,
+            "low_weight_gradients" in ctx.recipe, need)
+        return *(g if wanted else None for g, wanted in zip(found, need)), None
 
 
 @torch.library.custom_op("planner_runtime::low_precision_product", mutates_args=())
@@ -135,7 +220,8 @@ def _weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
     """Samples are the contraction; where their number does not fit the format's blocks, rows of zeros complete it."""
     if "low_weight_gradients" not in recipe:
         return grad.t() @ x
-    missing = -x.shape[0] % {"fp8_block": 128, "mxfp8": 32}.get(recipe.precision, 32 if "hadamard" in recipe else 16)
+    multiple = {"fp8_block": 128, "mxfp8": 32}.get(recipe.precision, 32 if "hadamard" in recipe else 16)
+    missing = -x.shape[0] % multiple if len(x) else multiple
     dy_t, x_t = (torch.nn.functional.pad(t, (0, 0, 0, missing)).t().contiguous() for t in (grad, x))
     return _multiply(dy_t, x_t, recipe, square=False, gradient=True)
 
@@ -152,7 +238,7 @@ class LowPrecisionLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         flat = input.reshape(-1, self.in_features)
-        out = _LowPrecisionLinear.apply(flat, self.weight, self.bias, self.recipe)
+        out = (_FusedLinear if self.recipe.fused else _LowPrecisionLinear).apply(flat, self.weight, self.bias, self.recipe)
         return out.view(*input.shape[:-1], self.out_features)
 
 

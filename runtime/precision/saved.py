@@ -9,7 +9,6 @@ several operators save is kept once.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,45 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels import _fp8
-from kernels.norm_quant import Quantized, quantize
+from kernels.factor import factor_rows
+from kernels.norm_quant import Quantized
+from kernels.saved import from_mx4, restore_rows, to_mx4
 
 QUANTIZED_POLICIES = ("quantized", "quantized4")
-MX4_BLOCK = 32
-_MX4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MX4_EXPONENT = 2  # 6 = 1.5 x 2^2
-
-
-def to_mx4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, two to a byte; E8M0 scales as uint8) of the elements of `x` in order, completed by zeros to blocks of 32. The scale is the OCP rule's,
-    2^(floor(log2 amax) - 2); magnitudes above 6 saturate, midpoints go to the smaller magnitude. Exact for `x` of 16 bits."""
-    flat = x.float().flatten()
-    if missing := -flat.numel() % MX4_BLOCK:
-        flat = torch.nn.functional.pad(flat, (0, missing))
-    flat = flat.view(-1, MX4_BLOCK)
-    sizes = flat.abs()
-    amax = sizes.amax(1)
-    exponent = (amax.contiguous().view(torch.int32) >> 23) - _MX4_EXPONENT
-    scales = torch.where(amax.isfinite(), exponent.clamp(min=1), _fp8.E8M0_NAN).to(torch.uint8)
-    sizes = sizes.div_(_fp8.e8m0_scale(scales).unsqueeze(1))
-    # a magnitude's code is piecewise linear and concave: 2 a up to 2, a + 2 up to 4, a / 2 + 4 beyond
-    places = torch.minimum(torch.minimum(sizes * 2, sizes + 2), sizes * 0.5 + 4)
-    codes = places.sub_(0.5).ceil_().clamp_(max=7.0).nan_to_num_().to(torch.uint8) | (flat < 0).to(torch.uint8) << 3
-    pairs = codes.view(-1, 2)
-    return pairs[:, 0] | pairs[:, 1] << 4, scales
-
-
-def from_mx4(codes: Tensor, scales: Tensor, numel: int) -> Tensor:
-    """The first `numel` elements, fp32."""
-    values = _mx4_pairs(codes.device).index_select(0, codes.int()).view(-1, MX4_BLOCK)
-    return values.mul_(_fp8.e8m0_scale(scales).unsqueeze(1)).flatten()[:numel]
-
-
-@functools.cache
-def _mx4_pairs(device: torch.device) -> Tensor:
-    """Both values of every byte of codes, `(256, 2)` fp32."""
-    levels, byte = torch.tensor([*_MX4_LEVELS, *(-v for v in _MX4_LEVELS)]), torch.arange(256)
-    return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=1).to(device)
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,9 +34,9 @@ class _Packed:
 
     def restore(self) -> Tensor:
         if self.fp8 is not None:
-            return self.fp8.dequantize().to(self.dtype).view(self.shape)
+            return restore_rows(self.fp8.values, self.fp8.scales, self.dtype).view(self.shape)
         assert self.mx4 is not None
-        return from_mx4(*self.mx4, self.shape.numel()).to(self.dtype).view(self.shape)
+        return from_mx4(*self.mx4, self.shape.numel(), self.dtype).view(self.shape)
 
 
 class _Hooks:
@@ -98,7 +63,7 @@ class _Hooks:
     def quantise(self, tensor: Tensor) -> _Packed:
         if self.policy == "quantized4":
             return _Packed(tensor.shape, tensor.dtype, mx4=to_mx4(tensor))
-        return _Packed(tensor.shape, tensor.dtype, fp8=quantize(tensor.reshape(tensor.shape[0], -1), scaling="rowwise"))
+        return _Packed(tensor.shape, tensor.dtype, fp8=factor_rows(tensor.reshape(tensor.shape[0], -1), "rowwise").quantized)
 
     @staticmethod
     def unpack(packed: Tensor | _Packed) -> Tensor:

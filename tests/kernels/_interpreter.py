@@ -1,7 +1,7 @@
 """Run Triton kernels on the CPU: import this before any module with kernels, in a process of its own.
 
-Two repairs of Triton 3.6's interpreter: it turns one-element arrays into loop bounds in a way that NumPy 2.4 no longer allows, and
-its conversion of fp32 to fp8 loses the carry when a mantissa rounds up to the next power of two.
+Three repairs of Triton 3.6's interpreter: it turns one-element arrays into loop bounds in a way that NumPy 2.4 no longer allows, its
+conversion of fp32 to fp8 loses the carry when a mantissa rounds up to the next power of two, and that to bf16 cuts instead of rounding.
 """
 
 import os
@@ -24,6 +24,8 @@ def _exact_convert(data, input_dtype, output_dtype, rounding_mode):
     if input_dtype.name == "fp32" and output_dtype.name == "fp8e4nv":
         clamped = torch.from_numpy(data.copy()).clamp(-448, 448)  # the hardware's conversion saturates
         return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    if input_dtype.name == "fp32" and output_dtype.name == "bf16":
+        return torch.from_numpy(data.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
     return _convert_float(data, input_dtype, output_dtype, rounding_mode)
 
 

@@ -14,7 +14,7 @@ from costmodel.precision import LOW_PRECISIONS, MULTIPLES, unfit_block
 from kernels import norm_quant
 from runtime.data import open_source
 from runtime.model.registry import EXPERT_BLOCKS
-from runtime.precision.linear import quantize_factor, use_low_precision
+from runtime.precision.linear import _FusedLinear, _LowPrecisionLinear, quantize_factor, use_low_precision
 from runtime.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -84,6 +84,24 @@ def test_options_do_what_they_are_for():
     leaf = x[:, :].clone().requires_grad_()
     runs = [torch.autograd.grad(low(leaf), leaf, torch.ones(64, 128) * torch.rand(128))[0] for _ in range(2)]
     assert not torch.equal(*runs) and torch.equal(low(x), low(x))  # gradients only
+
+
+@pytest.mark.parametrize("precision", [p for p in LOW_PRECISIONS if p != "mxfp8"])
+@pytest.mark.parametrize("options", [(), ("low_weight_gradients",)])
+@pytest.mark.parametrize("rows", [0, 37, 128])
+def test_one_operator_a_direction_gives_the_bits_of_its_parts(precision, options, rows):
+    low, _ = layer(precision, *options)
+    x, grad = torch.randn(rows, 256), torch.randn(rows, 128)
+    found = []
+    for function in (_FusedLinear, _LowPrecisionLinear):
+        leaf = x.clone().requires_grad_()
+        out = function.apply(leaf, low.weight, low.bias, low.recipe)
+        found.append((out, *torch.autograd.grad(out, [leaf, low.weight, low.bias], grad)))
+        frozen = function.apply(x, low.weight.detach(), low.bias, low.recipe)
+        found[-1] += torch.autograd.grad(frozen, [low.bias], grad)
+    assert low.recipe.fused
+    for whole, parts in zip(*found):
+        assert torch.equal(whole, parts)
 
 
 @pytest.mark.parametrize("precision", LOW_PRECISIONS)

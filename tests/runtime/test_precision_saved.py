@@ -11,10 +11,11 @@ from costmodel.blocks import BatchShape, JaggedShape
 from costmodel.memory import block_memories, embedding_bytes
 from costmodel.plan import Layout
 from kernels import _fp8
+from kernels.saved import from_mx4, to_mx4
 from runtime.data import open_source
 from runtime.memory import StorageTracker, storage_ids
 from runtime.model.registry import build_block
-from runtime.precision.saved import from_mx4, quantize_saved, to_mx4
+from runtime.precision.saved import quantize_saved
 from runtime.trainer import Trainer
 
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -1,0 +1,183 @@
+"""Triton kernels behind `kernels.factor`.
+
+Rows: whole rows in registers, as in `kernels._norm_triton`; where columns' maxima or sums are asked for, a persistent grid holds them in registers
+too, writes one partial row a program, and a small kernel finishes them in a fixed order. Columns: tiles of 128 x 64, turned on the way through
+shared memory, so that both the read and the write are whole lines.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels._norm_triton import (
+    ELEMENTS_PER_THREAD,
+    _even,
+    _fp32_scale,
+    _load,
+    _magnitude_bits,
+    _num_sms,
+    _shape,
+    _store,
+    _to_e4m3,
+    norm_quantize,
+)
+from kernels.factor import padded
+
+PERSISTENT_ELEMENTS_PER_THREAD = 32
+WARPS_PER_SM = {1: 16, 2: 12}  # by how many of maxima and sums are held: 96 to 127, and 156 registers a thread
+TURNED_ROWS, TURNED_COLUMNS = 128, 64
+
+
+@triton.jit(do_not_specialize=["num_rows", "programs"])
+def _rows_kernel(
+    x_ptr, values_ptr, scales_ptr, amax_ptr, sums_ptr, num_rows, programs,
+    dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCALING: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Rows of tiles pid, pid + programs, ... by row scales, by the tensor's given one or not quantised at all; maxima (as bits) and sums of their
+    columns as one partial row each."""
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_D)
+    largest = tl.zeros([ROWS, BLOCK_D], tl.int32)
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for tile in range(pid, tl.cdiv(num_rows, ROWS), programs):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, tl.float32)
+        bits = _magnitude_bits(x)
+        if SCALING == "rowwise":
+            scale, inverse = _fp32_scale(tl.max(bits, axis=1))
+            tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
+            _store(values_ptr, _to_e4m3(x * inverse[:, None], rows, cols, 0, False), rows, cols, num_rows, dim, EVEN)
+        if SCALING == "tensor_delayed":
+            _store(values_ptr, _to_e4m3(x * tl.div_rn(1.0, tl.load(scales_ptr)), rows, cols, 0, False), rows, cols, num_rows, dim, EVEN)
+        if COLUMNS:
+            largest = tl.maximum(largest, bits)
+        if SUMS:
+            total += x
+    target = tl.cast(pid, tl.int64) * dim + cols
+    if COLUMNS:
+        tl.store(amax_ptr + target, tl.max(largest, axis=0), mask=cols < dim)
+    if SUMS:
+        tl.store(sums_ptr + target, tl.sum(total, axis=0), mask=cols < dim)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _finish_kernel(partial_amax_ptr, partial_sums_ptr, amax_ptr, sums_ptr, programs, dim, ROWS: tl.constexpr, COLS: tl.constexpr,
+                   COLUMNS: tl.constexpr, SUMS: tl.constexpr):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    largest = tl.zeros([ROWS, COLS], tl.int32)
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for base in range(0, programs, ROWS):
+        rows = base + tl.arange(0, ROWS)
+        place, mask = rows[:, None] * dim + cols[None, :], (rows < programs)[:, None] & (cols < dim)[None, :]
+        if COLUMNS:
+            largest = tl.maximum(largest, tl.load(partial_amax_ptr + place, mask=mask, other=0))
+        if SUMS:
+            total += tl.load(partial_sums_ptr + place, mask=mask, other=0.0)
+    if COLUMNS:
+        tl.store(amax_ptr + cols, tl.cast(tl.max(largest, axis=0), tl.float32, bitcast=True), mask=cols < dim)
+    if SUMS:
+        tl.store(sums_ptr + cols, tl.sum(total, axis=0), mask=cols < dim)
+
+
+@triton.jit
+def _tensor_scale_kernel(amax_ptr, scale_ptr, dim, BLOCK: tl.constexpr):
+    largest = tl.zeros([BLOCK], tl.int32)
+    for base in range(0, dim, BLOCK):
+        cols = base + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, _magnitude_bits(tl.load(amax_ptr + cols, mask=cols < dim, other=0.0)))
+    scale, _ = _fp32_scale(tl.max(largest, axis=0))
+    tl.store(scale_ptr, scale)
+
+
+@triton.jit(do_not_specialize=["num_rows", "tiles"])
+def _columns_kernel(x_ptr, rest_ptr, values_ptr, scales_ptr, num_rows, length, tiles, dim: tl.constexpr, SCALING: tl.constexpr,
+                    ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Tile (ROWS, COLS) of x -> tile (COLS, ROWS) of values `(dim, length)`. block128: scales `(length / 128, dim)`, ROWS is 128."""
+    rows = tl.cast(tl.program_id(0) % tiles, tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.cast(tl.program_id(0) // tiles, tl.int64) * COLS + tl.arange(0, COLS)
+    inside = cols < dim
+    x = tl.load(x_ptr + rows[:, None] * dim + cols[None, :], mask=(rows < num_rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    if SCALING == "tensor_delayed":
+        scaled = x * tl.div_rn(1.0, tl.load(rest_ptr))
+    elif SCALING == "rowwise":
+        scale, inverse = _fp32_scale(_magnitude_bits(tl.load(rest_ptr + cols, mask=inside, other=0.0)))
+        if tl.program_id(0) % tiles == 0:
+            tl.store(scales_ptr + cols, scale, mask=inside)
+        scaled = x * inverse[None, :]
+    else:
+        scale, inverse = _fp32_scale(tl.max(_magnitude_bits(x), axis=0))
+        tl.store(scales_ptr + tl.cast(tl.program_id(0) % tiles, tl.int64) * dim + cols, scale, mask=inside)
+        scaled = x * inverse[None, :]
+    values = tl.trans(_to_e4m3(scaled, rows, cols, 0, False))
+    tl.store(values_ptr + cols[:, None] * length + rows[None, :], values, mask=inside[:, None] & (rows < length)[None, :])
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------------------
+
+
+def factor_rows(x: Tensor, scaling: str, columns: bool, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    nothing = torch.empty(0, dtype=torch.float32, device=x.device)
+    if scaling == "block128":
+        values, scales = norm_quantize(x, None, None, "none", 0.0, scaling, None, True, None, None)[:2]
+        return values, scales, nothing, _rows(x, None, None, "none", False, True)[1] if sums else nothing
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    if scaling == "rowwise":
+        scales = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+        return values, scales, *_rows(x, values, scales, scaling, columns, sums)
+    scale, total = _tensor_scale(x, sums)
+    _rows(x, values, scale, scaling, False, False)
+    return values, scale, scale.clone(), total
+
+
+def _tensor_scale(x: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
+    """(scale of the tensor, sums of its columns where asked for)."""
+    amax, total = _rows(x, None, None, "none", True, sums)
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    _tensor_scale_kernel[(1,)](amax, scale, x.shape[1], BLOCK=min(4096, triton.next_power_of_2(x.shape[1])), num_warps=8)
+    return scale, total
+
+
+def _rows(x: Tensor, values: Tensor | None, scales: Tensor | None, scaling: str, columns: bool, sums: bool) -> tuple[Tensor, Tensor]:
+    """Fills values, and scales by rows, unless scaling is `none`; (maxima, sums) of the columns where asked for."""
+    num_rows, dim = x.shape
+    held = columns + sums
+    rows, block_d, warps = _shape(dim, PERSISTENT_ELEMENTS_PER_THREAD if held else ELEMENTS_PER_THREAD)
+    tiles = triton.cdiv(num_rows, rows)
+    programs = min(max(1, WARPS_PER_SM[held] // warps) * _num_sms(x.device), max(1, tiles)) if held else tiles
+    fp32 = dict(dtype=torch.float32, device=x.device)
+    amax, total = torch.empty(dim if columns else 0, **fp32), torch.empty(dim if sums else 0, **fp32)
+    partial_amax = torch.empty((programs if columns else 0, dim), dtype=torch.int32, device=x.device)
+    partial_sums = torch.empty((programs if sums else 0, dim), **fp32)
+    if programs:
+        _rows_kernel[(programs,)](
+            x, values, scales, partial_amax, partial_sums, num_rows, programs, dim=dim, ROWS=rows, BLOCK_D=block_d,
+            SCALING=scaling, COLUMNS=columns, SUMS=sums, EVEN=_even(x, rows, block_d), num_warps=warps,
+        )  # fmt: skip
+    if held:
+        _finish_kernel[(triton.cdiv(dim, 32),)](partial_amax, partial_sums, amax, total, programs, dim, ROWS=128, COLS=32, COLUMNS=columns, SUMS=sums,
+                                                num_warps=4)
+    return amax, total
+
+
+def factor_columns(x: Tensor, scaling: str, rest: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    if rest is None and scaling != "block128":
+        rest = _tensor_scale(x, False)[0] if scaling == "tensor_delayed" else _rows(x, None, None, "none", True, False)[0]
+    num_rows, dim = x.shape
+    length = padded(num_rows, scaling)
+    values = torch.empty((dim, length), dtype=torch.float8_e4m3fn, device=x.device)
+    shape = {"rowwise": (dim, 1), "tensor_delayed": (0,), "block128": (length // 128, dim)}[scaling]
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    tiles = triton.cdiv(length, TURNED_ROWS)
+    if tiles:
+        _columns_kernel[(tiles * triton.cdiv(dim, TURNED_COLUMNS),)](
+            x, rest, values, scales, num_rows, length, tiles, dim=dim, SCALING=scaling, ROWS=TURNED_ROWS, COLS=TURNED_COLUMNS, num_warps=4,
+        )  # fmt: skip
+    if scaling == "tensor_delayed":
+        assert rest is not None
+        return values, rest.clone()
+    return values, scales.t() if scaling == "block128" else scales
