@@ -204,6 +204,10 @@ def main(options: argparse.Namespace, work: Path) -> int:
     paths = sorted(work.glob("*/plan.json"), key=_order)
     if stage in ("all", "run"):
         run(paths, device, seconds=options.seconds)
+    if device is not None:
+        from runtime import mesh
+
+        mesh.leave()
     if stage in ("all", "report"):
         report(paths, work, load_calibration(calibration_path), out=options.out,
                command=f"python -m benchmarks.fidelity --device cuda --seed {options.seed} -n {options.count}")  # fmt: skip

@@ -1,8 +1,9 @@
 """Local MFU of one device on whole models, with two peers beside it: histories padded to the longest, and the same model on compiled FlexAttention.
 
-A device trains a few steps of each variant in one process. MFU is `costmodel.lower.model_flops` (true lengths, causal half, nothing recomputed) over
-the median step and the dense peak of the format. FlexAttention knows softmax only: pointwise layers run it as a softmax of the same shape, so that
-variant is timed, not trained to any use.
+A device trains a few steps of each variant in one process: eager blocks, compiled ones, and the peers with eager blocks, so that each differs
+from `eager` in one thing. MFU is that of the faster of the first two: `costmodel.lower.model_flops` (true lengths, causal half, nothing recomputed)
+over the median step and the dense peak of the format. FlexAttention knows softmax only: pointwise layers run it as a softmax of the same shape, so
+that variant is timed, not trained to any use.
 """
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import Row
+from costmodel.estimate import estimate
 from costmodel.lower import model_flops
 from costmodel.model import Model
 from costmodel.plan import Layout, Plan, TablePlacement
 from costmodel.regions import default_region_plans
+from costmodel.runresult import Measured
 from costmodel.workload import EventSource, Workload
 from planner.configure import default_plan
 from planner.scenario import load_scenario
@@ -30,6 +33,8 @@ from runtime.trainer import Trainer
 SCENARIOS = {"hstu-ranking": ("hstu-ranking", 32, 0.35), "gem-full": ("gem-full-1xh200", 64, 0.30)}
 AIM, PEERS = 0.45, {"HSTU, 302.6 TFLOPS a GPU on H100, jagged, another distribution": 0.306}
 OVER = {"padded": 2.0, "flex": 1.3}
+EXECUTIONS = ("eager", "compile")
+VARIANTS = ("eager", *OVER, "compile")
 STEPS = {"cuda": 16, "cpu": 6}
 
 
@@ -68,50 +73,71 @@ def _alone(host: Plan, model: Model, workload: Workload, batch: int, precision: 
 
 def rows(device: torch.device, *, seconds: float = 180.0) -> Iterator[Row]:
     """Figures of every model that fits into `seconds`; a variant that cannot run is a row that says why."""
-    if not torch.distributed.is_initialized():
+    started = not torch.distributed.is_initialized()
+    if started:
         mesh.start(device)
-    until = time.monotonic() + seconds
+    until, on_gpu = time.monotonic() + seconds, device.type == "cuda"
     for name, (_, _, target) in SCENARIOS.items():
-        plan = plan_of(name) if device.type == "cuda" else tiny(name)
-        found: dict[str, float] = {}
-        for variant in ("ours", *OVER):
-            if time.monotonic() > until:
-                yield Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"not run: {seconds:.0f} s were over")
-                continue
+        plan = plan_of(name) if on_gpu else tiny(name)
+        found: dict[str, Measured] = {}
+        for variant in VARIANTS if on_gpu else ("eager", *OVER):
+            missing = Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"not run: {seconds:.0f} s were over")
             try:
-                found[variant] = step_seconds(plan, device, variant)
+                if time.monotonic() < until:
+                    found[variant] = measure(plan, device, variant)
+                    continue
             except (RuntimeError, ValueError, NotImplementedError) as error:
-                why = str(error).splitlines()[0][:160]
-                yield Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"cannot run: {why}")
-        yield from _rows_of(name, plan, found, target if device.type == "cuda" else None)
+                missing = dataclasses.replace(missing, note=f"cannot run: {(str(error).splitlines() or [type(error).__name__])[0][:160]}")
+            yield missing
+        yield from _rows_of(name, plan, found, target if on_gpu else None)
+    if started:
+        mesh.leave()
 
 
-def _rows_of(name: str, plan: Plan, found: dict[str, float], target: float | None) -> Iterator[Row]:
+def _rows_of(name: str, plan: Plan, found: dict[str, Measured], target: float | None) -> Iterator[Row]:
     on_gpu = target is not None
     peak = plan.cluster.device.peak_flops["bf16" if on_gpu else "fp32"]
-    if "ours" in found:
-        yield Row(name=f"speed: {name}, local MFU", value=model_flops(plan) / (found["ours"] * peak), unit="share", target=target,
+    steps = {variant: one.step_time_s.median for variant, one in found.items()}
+    own = [v for v in EXECUTIONS if v in found]
+    if own:
+        best = min(own, key=lambda v: steps[v])
+        yield Row(name=f"speed: {name}, local MFU", value=model_flops(plan) / (steps[best] * peak), unit="share", target=target,
                   aim=AIM if on_gpu else None, peers=PEERS if on_gpu and name == "hstu-ranking" else {},
-                  note=f"measured here, median step {found['ours'] * 1e3:.1f} ms, batch {plan.local_batch}; over {peak / 1e12:.4g} TFLOP/s of "
-                       f"{plan.cluster.device.name}")
+                  note=f"measured here, {best} blocks, batch {plan.local_batch}, median step "
+                       f"{', '.join(f'{v} {steps[v] * 1e3:.1f} ms' for v in own)}; over {peak / 1e12:.4g} TFLOP/s of {plan.cluster.device.name}")
+    if "eager" not in found:
+        return
+    yield Row(name=f"speed: {name}, waiting for batches", value=found["eager"].phases_s["input"] / found["eager"].step_time_s.mean, unit="share",
+              better="lower", note=f"measured, eager: {_phases(found['eager'])}")
     for variant, least in OVER.items():
-        if variant in found and "ours" in found:
-            yield Row(name=f"speed: {name}, times faster than {variant}", value=found[variant] / found["ours"], unit="x",
+        if variant in found:
+            yield Row(name=f"speed: {name}, times faster than {variant}", value=steps[variant] / steps["eager"], unit="x",
                       target=least if on_gpu else None,
-                      note=f"measured in one process: {found[variant] * 1e3:.1f} ms a step against {found['ours'] * 1e3:.1f} ms")
+                      note=f"measured in one process, eager blocks: {steps[variant] * 1e3:.1f} ms a step against {steps['eager'] * 1e3:.1f} ms")
+    if (reached := found["eager"].memory_bytes.peak_allocated) is not None:
+        predicted = estimate(plan, None).memory.peak.value
+        yield Row(name=f"speed: {name}, predicted over measured peak memory", value=predicted / reached, unit="ratio",
+                  note=f"predicted {predicted / 1e9:.2f} GB without a calibration, reached {reached / 1e9:.2f} GB")
 
 
-def step_seconds(plan: Plan, device: torch.device, variant: str) -> float:
-    """The median step of `variant`, after the warm-up."""
+def _phases(one: Measured) -> str:
+    return ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in one.phases_s.items() if seconds >= 5e-5)
+
+
+def measure(plan: Plan, device: torch.device, variant: str) -> Measured:
+    """A few steps of one of `VARIANTS`, those of the warm-up left out."""
     plan = dataclasses.replace(plan, batching="padded") if variant == "padded" else plan
+    plan = dataclasses.replace(plan, execution="compile") if variant == "compile" else plan
     trainer = None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     try:
         with flex_attention_everywhere(device) if variant == "flex" else contextlib.nullcontext():
             trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
             trainer.train(STEPS[device.type])
             measured, _ = trainer.measured()
         assert measured is not None
-        return measured.step_time_s.median
+        return measured
     finally:
         del trainer
         gc.collect()

@@ -91,6 +91,7 @@ def command(
     resume: bool = False,
     evaluate: bool = True,
     trace: str | None = None,
+    checkpoint: bool = True,
     checkpoint_every: int | None = None,
     max_restarts: int = 0,
     rendezvous: Rendezvous = Rendezvous(),
@@ -100,6 +101,7 @@ def command(
     arguments += ["--steps", str(steps)] if steps is not None else []
     arguments += ["--resume"] if resume else []
     arguments += [] if evaluate else ["--no-eval"]
+    arguments += [] if checkpoint else ["--no-checkpoint"]
     arguments += ["--trace-steps", trace] if trace is not None else []
     arguments += ["--checkpoint-every", str(checkpoint_every)] if checkpoint_every is not None else []
     return launch.torchrun_command(
@@ -121,14 +123,16 @@ def execute(
     resume: bool = False,
     evaluate: bool = True,
     trace: str | None = None,
+    checkpoint: bool = True,
     checkpoint_every: int | None = None,
     max_restarts: int = 0,
     rendezvous: Rendezvous = Rendezvous(),
     ledger: Ledger | None = None,
     on_event: Event = lambda event: None,
 ) -> Run:
-    """Runs the plan in `directory` to its end and appends the ledger's row. `trace`: steps FIRST:END to trace on every rank. `checkpoint_every`:
-    steps between checkpoints, the last step's aside; `max_restarts`: how often torchrun may start the ranks again, from the newest of them.
+    """Runs the plan in `directory` to its end and appends the ledger's row. `trace`: steps FIRST:END to trace on every rank. `checkpoint`: whether
+    one is written at the end; `checkpoint_every`: steps between others; `max_restarts`: how often torchrun may start the ranks again, from the newest
+    of them.
 
     Raises UsageError (the plan does not fit, the folder is in use or cannot be written to, restarts without checkpoints),
     RunFailed (a worker died; what was measured is kept), LedgerError (the row stays in the folder).
@@ -137,6 +141,8 @@ def execute(
     check_executable(plan, rendezvous=rendezvous)
     if max_restarts and checkpoint_every is None:
         raise UsageError("--max-restarts without --checkpoint-every K would begin again at the first step; docs/runtime.md says how K is chosen")
+    if checkpoint_every is not None and not checkpoint:
+        raise UsageError("--checkpoint-every with --no-checkpoint: give one of them")
     runner.check_runtime()
     ledger = ledger or Ledger()
     ledger.check()
@@ -145,8 +151,8 @@ def execute(
         return _execute(
             plan,
             directory,
-            command(plan, directory, steps=steps, resume=resume, evaluate=evaluate, trace=trace, checkpoint_every=checkpoint_every,
-                    max_restarts=max_restarts, rendezvous=rendezvous),
+            command(plan, directory, steps=steps, resume=resume, evaluate=evaluate, trace=trace, checkpoint=checkpoint,
+                    checkpoint_every=checkpoint_every, max_restarts=max_restarts, rendezvous=rendezvous),
             rendezvous=rendezvous,
             ledger=ledger,
             on_event=on_event,

@@ -36,8 +36,9 @@ def _policy(saved: frozenset, _context, operator, *_args, **_kwargs) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_checkpointing(block: nn.Module, policy: Checkpoint) -> None:
-    """Replaces `block.forward` in place. Raises ValueError for a policy that is not executable."""
+def apply_checkpointing(block: nn.Module, policy: Checkpoint, *, compiled: bool = False) -> None:
+    """Replaces `block.forward` in place. `compiled`: the result is compiled, which takes the library's contexts only; a recomputation then has no
+    name in traces. Raises ValueError for a policy that is not executable."""
     if policy not in EXECUTABLE:
         raise ValueError(f"checkpoint policy {policy!r} is not executable; the runtime has {', '.join(EXECUTABLE)}")
     if policy == "none":
@@ -45,9 +46,11 @@ def apply_checkpointing(block: nn.Module, policy: Checkpoint) -> None:
     contexts = _no_contexts
     if policy == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, _saved_operators()))
+    options = {"context_fn": functools.partial(_annotated, contexts)}
+    if compiled:
+        options = {} if policy == "full" else {"context_fn": contexts}
     # no block draws random numbers, so the generator's state need not be kept
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False,
-                                      context_fn=functools.partial(_annotated, contexts))
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def _no_contexts():

@@ -11,9 +11,12 @@ and dense features, 4 or none: log-odds of the user's and the item's like-rate s
 """
 from __future__ import annotations
 
-import queue
+import collections
+import itertools
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +34,8 @@ from runtime.prepare import read_events
 from runtime.synthetic import SyntheticStream
 
 EVALUATION_SHARE = 0.2
+# That build a rank's batches ahead, where it has so many cores and two more.
+THREADS = 4
 POOLED_FEATURES, EVENT_FEATURES = ("user", "item", "liked"), ("item", "action")
 NUM_STATISTICS = 4
 
@@ -159,8 +164,8 @@ class Loader:
 
     `start`: samples (of all ranks, over all epochs) that an earlier run has consumed; `position` is the same count now, to be
     kept in a checkpoint. Only whole global batches are trained: what is left at the end of an epoch waits for the next shuffle.
-    With `prefetch` > 0 a thread builds that many steps ahead (and pins them, with `pin`); 0 builds in the caller's thread,
-    where a rank has one core and nothing to hide behind.
+    With `prefetch` > 0 up to `THREADS` threads build that many steps ahead (and pin them, with `pin`): nearly all of a build is NumPy without the
+    interpreter's lock. 0 builds in the caller's thread, where a rank has one core and nothing to hide behind.
     """
 
     def __init__(self, source: Source, *, global_batch: int, world_size: int = 1, rank: int = 0, accumulation: int = 1,
@@ -180,6 +185,7 @@ class Loader:
         self._prefetch, self._pin = prefetch, pin
         self._shuffle: tuple[int, np.ndarray] | None = None
         self._window: tuple[tuple[int, int], np.ndarray] | None = None
+        self._order = threading.Lock()  # of the two above
 
     @classmethod
     def of_plan(cls, plan: Plan, source: Source, *, rank: int, start: int = 0, prefetch: int = 0, pin: bool = False) -> Loader:
@@ -195,7 +201,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Batch, ...]]:
         steps = range(self.position // self.global_batch, self.num_steps)
-        for microbatches in (_ahead(self.build, steps, self._prefetch) if self._prefetch else map(self.build, steps)):
+        for microbatches in (_ahead(self.build, steps, self._prefetch, loader_threads(self._prefetch)) if self._prefetch else map(self.build, steps)):
             self.position += self.global_batch
             yield microbatches
 
@@ -204,9 +210,10 @@ class Loader:
         epoch, step = divmod(step, self.steps_per_epoch)
         width = balance.window_steps(self._batching)
         key = (epoch, step // width)
-        if self._window is None or self._window[0] != key:
-            self._window = (key, self._arranged(*key, width))
-        return self._window[1][step % width]
+        with self._order:
+            if self._window is None or self._window[0] != key:
+                self._window = (key, self._arranged(*key, width))
+            return self._window[1][step % width]
 
     def _arranged(self, epoch: int, window: int, width: int) -> np.ndarray:
         first = window * width
@@ -227,8 +234,14 @@ class Loader:
         return tuple(b.pin() for b in batches) if self._pin else batches
 
 
-def evaluation_batches(source: Source, *, batch: int, world_size: int = 1, rank: int = 0) -> Iterator[Batch]:
-    """Every evaluation sample once over all ranks, in about `batch` samples a time; every rank gets equally many batches (of
+def loader_threads(prefetch: int) -> int:
+    """Threads that build ahead in this process: no more than there are batches to build, and two of the rank's cores are left to it."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(THREADS, prefetch, cores - 2))
+
+
+def evaluation_batches(source: Source, *, batch: int, world_size: int = 1, rank: int = 0, prefetch: int = 0) -> Iterator[tuple[int, Batch]]:
+    """(batches in all, batch): every evaluation sample once over all ranks, in about `batch` samples a time; every rank gets equally many batches (of
     sizes that differ by one at most), for evaluation too runs collectives. Raises ValueError when there are fewer samples than
     ranks.
     """
@@ -236,46 +249,29 @@ def evaluation_batches(source: Source, *, batch: int, world_size: int = 1, rank:
         raise ValueError(f"{source.num_evaluation} evaluation samples are too few for {world_size} ranks")
     count = max(1, source.num_evaluation // (batch * world_size))
     samples = source.num_train + np.arange(source.num_evaluation)
-    for own in np.array_split(samples, count * world_size)[rank::world_size]:
-        yield source.build(own)
+    own = np.array_split(samples, count * world_size)[rank::world_size]
+
+    def build(i: int) -> tuple[Batch, ...]:
+        return (source.build(own[i]),)
+
+    numbers = range(len(own))
+    for (one,) in _ahead(build, numbers, prefetch, loader_threads(prefetch)) if prefetch else map(build, numbers):
+        yield len(own), one
 
 
-def _ahead(build, steps: range, depth: int) -> Iterator[tuple[Batch, ...]]:
-    """`build(step)` for every step, up to `depth` of them made early by one thread, whose errors surface here."""
-    ready: queue.Queue = queue.Queue(maxsize=depth)
-    stop = threading.Event()
-
-    def put(item) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work() -> None:
-        try:
-            for step in steps:
-                if not put((build(step), None)):
-                    return
-            put((None, None))
-        except Exception as error:  # handed to the consumer, who raises it
-            put((None, error))
-
-    thread = threading.Thread(target=work, name="loader", daemon=True)
-    thread.start()
+def _ahead(build: Callable[[int], tuple[Batch, ...]], steps: range, depth: int, threads: int) -> Iterator[tuple[Batch, ...]]:
+    """`build(step)` for every step, up to `depth` of them made early by `threads` threads; an error surfaces at its step."""
+    waiting: collections.deque[Future] = collections.deque()
+    left = iter(steps)
+    with_threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="loader")
     try:
-        while True:
-            batches, error = ready.get()
-            if error is not None:
-                raise error
-            if batches is None:
-                return
+        waiting.extend(with_threads.submit(build, step) for step in itertools.islice(left, depth))
+        while waiting:
+            batches = waiting.popleft().result()
+            waiting.extend(with_threads.submit(build, step) for step in itertools.islice(left, 1))
             yield batches
     finally:
-        stop.set()
-        thread.join()
+        with_threads.shutdown(wait=True, cancel_futures=True)
 
 
 def _batch(ids: dict[str, np.ndarray], offsets: dict[str, np.ndarray], lengths: dict[str, np.ndarray], dense: np.ndarray | None,

@@ -95,10 +95,20 @@ def background_group() -> dist.ProcessGroup | None:
 
 
 def start(device: torch.device) -> None:
-    """Join the job that torchrun describes, or make a job of one process without torchrun: gloo on CPU, NCCL on CUDA."""
+    """Join the job that torchrun describes, or make a job of one process without torchrun: gloo on CPU, NCCL on CUDA. `leave` it at the end.
+
+    A CUDA device without an index is this process' current one.
+    """
     store, rank, world_size = _store()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=world_size,
-                            device_id=device if device.type == "cuda" else None)
+                            device_id=indexed(device) if device.type == "cuda" else None)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """`device` with its number: NCCL binds to one GPU, and tensors say which one they are on."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _store() -> tuple[dist.Store, int, int]:

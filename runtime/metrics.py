@@ -50,6 +50,13 @@ class Metrics:
             self._last = now
             self.event("step", step=step + 1, of=of, loss=loss, step_time_s=seconds)
 
+    def working(self, what: str, *, done: int | None = None, of: int | None = None) -> None:
+        """What takes long and is no step; with `done` of `of` parts, now and then."""
+        now = time.monotonic()
+        if done is None or now - self._last >= PROGRESS_INTERVAL or done == of:
+            self._last = now
+            self.event("working", what=what, **({} if done is None else {"done": done, "of": of}))
+
     def start(self, step: int, *, startup: float, restarted: bool) -> None:
         """Training begins at `step`, `startup` seconds after the process did. `restarted`: by the launcher, in the same job."""
         if self._out is None:

@@ -6,6 +6,7 @@ backward returns the gradients to fp32. Numerics are FSDP2's: the same roundings
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,11 +34,23 @@ def _cast(tensors, dtype: torch.dtype) -> list[Tensor]:
     if not tensors:
         return []
     per_line = 16 // dtype.itemsize
-    sizes = [-(-t.numel() // per_line) * per_line for t in tensors]
-    pieces = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device).split(sizes)
-    copies = [piece[:t.numel()].view(t.shape) for piece, t in zip(pieces, tensors)]
+    begins, total = [], 0
+    for tensor in tensors:
+        begins.append(total)
+        total += -(-tensor.numel() // per_line) * per_line
+    buffer = torch.empty(total, dtype=dtype, device=tensors[0].device)
+    copies = [torch.as_strided(buffer, t.shape, _contiguous(t.shape), begin) for t, begin in zip(tensors, begins)]
     torch._foreach_copy_(copies, list(tensors))
     return copies
+
+
+@functools.cache
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def compute_in(block: nn.Module, dtype: torch.dtype) -> None:

@@ -56,6 +56,7 @@ from runtime.precision.linear import use_low_precision
 from runtime.precision.saved import QUANTIZED_POLICIES, quantize_saved
 
 PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, **dict.fromkeys(LOW_PRECISIONS, torch.bfloat16)}
+COMPILER, MAX_VARIANTS = "inductor", 64
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -112,12 +113,13 @@ def _transform(block: nn.Module, option: RegionOption, *, compiled: bool, cast: 
     if cast and not compiled:
         compute_in(block, PARAM_DTYPES[option.precision])
     if option.checkpoint not in QUANTIZED_POLICIES:
-        apply_checkpointing(block, option.checkpoint)
-    if compiled and not cast:
-        block.compile(dynamic=True)
-    elif compiled:
-        block.forward = torch.compile(block.forward, dynamic=True)
-        compute_in(block, PARAM_DTYPES[option.precision])
+        apply_checkpointing(block, option.checkpoint, compiled=compiled)
+    if compiled:
+        # one code object serves every kind of block that inherits it, every precision and every width: one entry each
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
+        block.forward = torch.compile(block.forward, dynamic=True, backend=COMPILER)
+        if cast:
+            compute_in(block, PARAM_DTYPES[option.precision])
 
 
 def expert_pools(module: nn.Module) -> list[ExpertPool]:

@@ -33,15 +33,35 @@ def hashed(seed: int, *keys: np.ndarray | int) -> np.ndarray:
     return state
 
 
+def hashed_places(states: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """`hashed(..., place)` of every place 0.. of groups of `sizes` `(G,)`, where `states` `(G,)` are the hashes without it: one pass an id, not one
+    a key."""
+    starts = (np.cumsum(sizes) - sizes).astype(np.uint64)
+    x = np.repeat(states - _GOLDEN * starts, sizes)
+    x += _GOLDEN * np.arange(1, len(x) + 1, dtype=np.uint64)
+    return _mix(x)
+
+
 def _mix(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    """In place where `x` is an array that nobody else has."""
+    if not isinstance(x, np.ndarray):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+    shifted = np.right_shift(x, np.uint64(30))
+    for factor, shift in ((np.uint64(0xBF58476D1CE4E5B9), np.uint64(27)), (np.uint64(0x94D049BB133111EB), np.uint64(31))):
+        x ^= shifted
+        x *= factor
+        np.right_shift(x, shift, out=shifted)
+    x ^= shifted
+    return x
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
     """float64 in [0, 1) from the top 53 bits."""
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    u = (bits >> np.uint64(11)).astype(np.float64)
+    u *= 2.0**-53
+    return u
 
 
 class Zipf:
@@ -56,6 +76,9 @@ class Zipf:
         tail = self._integral(self._low, self._high) if rows > head else 0.0
         self._head_share = cumulative[-1] / (cumulative[-1] + tail)
         self._cumulative = cumulative / (cumulative[-1] + tail)
+        # where a search for a number of each cell begins and ends: most numbers fall into a cell inside one popularity, and need none
+        self._cells = 4 << head.bit_length()
+        self._guide = np.searchsorted(self._cumulative, np.arange(self._cells + 1) / self._cells, side="right").astype(np.int32)
         self._multiplier = _coprime(rows)
 
     def _integral(self, a: float, b: float) -> float:
@@ -65,7 +88,10 @@ class Zipf:
 
     def popularity(self, u: np.ndarray) -> np.ndarray:
         """Popularity ranks 0.. (0 is the hottest) of uniforms `u` in [0, 1), int64."""
-        rank = np.searchsorted(self._cumulative, u, side="right").astype(np.int64)
+        cell = (u * self._cells).astype(np.int64)
+        rank = self._guide[cell].astype(np.int64)
+        open_ = np.flatnonzero(self._guide[cell + 1] != rank)
+        rank[open_] = np.searchsorted(self._cumulative, u[open_], side="right")
         beyond = u >= self._head_share
         if self.rows > len(self._cumulative) and beyond.any():
             share = (u[beyond] - self._head_share) / (1 - self._head_share)
@@ -79,7 +105,10 @@ class Zipf:
 
     def ids(self, u: np.ndarray) -> np.ndarray:
         """Row ids, int64: popularity scrambled by `k * multiplier mod rows`."""
-        return self.popularity(u) * self._multiplier % self.rows
+        ids = self.popularity(u)
+        ids *= self._multiplier
+        ids %= self.rows
+        return ids
 
 
 def _coprime(rows: int) -> int:
@@ -121,19 +150,16 @@ class SyntheticStream:
 
     def ids(self, table: TableGroup, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Table-major ids of bags or histories of `sizes` `(count * B,)`."""
-        bag = np.repeat(np.arange(len(sizes)), sizes)
-        starts = np.cumsum(sizes) - sizes
-        place = np.arange(len(bag)) - starts[bag]
-        bits = hashed(self._seed, self._feature[table.name], 1, bag // len(samples), samples[bag % len(samples)], place)
-        return self._zipf[table.name].ids(uniform(bits))
+        bags = hashed(self._seed, self._feature[table.name], 1, np.arange(table.count)[:, None], samples[None, :]).ravel()
+        return self._zipf[table.name].ids(uniform(hashed_places(bags, sizes)))
 
     def times(self, sequence: str, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Int64 seconds of every event of histories of `sizes` `(B,)`, since the first one: gaps log-uniform from a second to two days."""
-        sample = np.repeat(np.arange(len(sizes)), sizes)
-        starts = np.cumsum(sizes) - sizes
-        bits = hashed(self._seed, self._feature[sequence], 4, samples[sample], np.arange(len(sample)) - starts[sample])
+        bits = hashed_places(hashed(self._seed, self._feature[sequence], 4, samples), sizes)
         passed = np.cumsum(np.exp(_LONGEST_GAP * uniform(bits)).astype(np.int64))
-        return passed - passed[starts[sample]]
+        starts = np.cumsum(sizes) - sizes
+        known = sizes > 0
+        return passed - np.repeat(passed[starts[known]], sizes[known])
 
     def dense(self, samples: np.ndarray) -> np.ndarray:
         """`(B, num_dense_features)` fp32 of unit variance."""

@@ -1,7 +1,7 @@
 """Entry point under torchrun: executes a plan on the ranks that torchrun started.
 
     python -m torch.distributed.run --standalone --nproc-per-node N -m runtime.train PLAN --out DIR [--resume] [--steps K] [--no-eval]
-        [--trace-steps FIRST:END]
+        [--no-checkpoint] [--trace-steps FIRST:END]
 
 With torchrun's `--max-restarts`, ranks that are started again continue from the newest checkpoint, so give `--checkpoint-every` too; a loss that is
 not finite would come again, and ends the job. A start without --resume sets older checkpoints aside, in checkpoint.old.
@@ -64,9 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in OUT, if there is one")
     parser.add_argument("--steps", type=int, help="stop after this optimizer step, counted from the beginning of training")
     parser.add_argument("--checkpoint-every", type=int, metavar="K", help="a checkpoint after every K steps, besides the one at the end")
+    parser.add_argument("--no-checkpoint", action="store_true", help="none at the end either: the run cannot be continued")
     parser.add_argument("--no-eval", action="store_true", help="skip the evaluation on held-out events")
     parser.add_argument("--trace-steps", type=tracing.parse_steps, metavar="FIRST:END", help="torch.profiler trace of these steps in OUT/traces")
     options = parser.parse_args(arguments)
+    if options.no_checkpoint and options.checkpoint_every:
+        parser.error("--no-checkpoint with --checkpoint-every")
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         plan = check_plan(Plan.load(options.plan), world_size)
@@ -102,6 +105,7 @@ def _attempt(plan: Plan, source: Source, options: argparse.Namespace, *, device:
     """(exit code, message): faults that every rank meets alike. Others end this process, since no barrier can be reached any more."""
     rank = dist.get_rank()
     try:
+        metrics.working(f"setting up model and tables, {sum(t.weight_bytes for t in plan.model.tables) / 1e9:.3g} GB of them over all ranks")
         trainer = Trainer(plan, source, device=device, metrics=metrics, stop=stop)
         owners.append(trainer)
         metrics.event("source", origin=source.origin)
@@ -201,7 +205,9 @@ def _run(trainer: Trainer, options: argparse.Namespace) -> int:
         lap()
         ne = trainer.evaluate()
         wall["evaluate"] = lap()
-    trainer.save(options.out / "checkpoint")
+    if not options.no_checkpoint:
+        trainer.metrics.working(f"writing a checkpoint, {trainer.checkpoint_bytes / 1e9:.3g} GB on this rank")
+        trainer.save(options.out / "checkpoint")
     wall |= trainer.metrics.wall_seconds(train=train, checkpoint=sum(trainer.checkpoint_seconds))
     status: Status = "interrupted" if trainer.interrupted else "completed"
     if trainer.meshes.rank == 0:

@@ -17,6 +17,7 @@ report, so they stop at the same step whichever rank caught the signal, and a lo
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import statistics
 import time
@@ -45,6 +46,7 @@ from runtime.phases import PhaseTimer
 from runtime.quality import NormalizedEntropy
 
 WARMUP_STEPS = 3
+PREFETCH = 6  # steps whose batches are built ahead on a GPU's host
 TRACKED_STEP = 1  # whose saved activations are counted; the first step also allocates what lives for the whole run
 
 
@@ -126,8 +128,16 @@ class Trainer:
         self._distribution: Distribution | None = None
 
     def _loader(self, start: int) -> Loader:
-        cuda = self.device.type == "cuda"
-        return Loader.of_plan(self.plan, self.source, rank=self.meshes.rank, start=start, prefetch=2 if cuda else 0, pin=cuda)
+        return Loader.of_plan(self.plan, self.source, rank=self.meshes.rank, start=start, prefetch=self._prefetch, pin=self._prefetch > 0)
+
+    @property
+    def _prefetch(self) -> int:
+        return PREFETCH if self.device.type == "cuda" else 0
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Of this rank's part."""
+        return float(sum(v for k, v in self._memory().items() if v and k in ("parameters", "optimizer", "tables", "table_state")))
 
     @property
     def samples_per_rank(self) -> int:
@@ -145,6 +155,7 @@ class Trainer:
         total = self.loader.num_steps if num_steps is None else min(num_steps, self.loader.num_steps)
         report = StepReport(self.meshes, self.timer)
         batches = iter(self.loader)
+        gc.freeze()  # what lives for the whole run is not walked again and again by the collector, in whatever step it falls
         try:
             while self.step < total and not self.interrupted:
                 self._step(batches, report, total)
@@ -154,6 +165,7 @@ class Trainer:
                     self.timer.pause()
             self._read_report(report, total)
         finally:
+            gc.unfreeze()
             self.timer.abandon_step()
             if self._taken:  # by a step that then did not run
                 self.loader.position -= self.loader.global_batch
@@ -232,7 +244,10 @@ class Trainer:
         """Normalized entropy of every task on the held-out events; the same on every rank."""
         heads = self.plan.model.heads
         entropies = [NormalizedEntropy() for _ in heads]
-        for batch in evaluation_batches(self.source, batch=self.plan.local_batch, world_size=self.meshes.world_size, rank=self.meshes.rank):
+        batches = evaluation_batches(self.source, batch=self.plan.local_batch, world_size=self.meshes.world_size, rank=self.meshes.rank,
+                                     prefetch=self._prefetch)
+        for done, (of, batch) in enumerate(batches):
+            self.metrics.working("evaluating", done=done, of=of)
             batch = batch.to(self.device)
             output = self.model.dense(self.model.embeddings.forward(batch), batch)
             logits = (output[0] if isinstance(output, tuple) else output).float().cpu().numpy()

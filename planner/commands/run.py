@@ -16,6 +16,9 @@ def command(
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
     no_eval: Annotated[bool, typer.Option("--no-eval", help="Skip the evaluation on held-out events.")] = False,
+    no_checkpoint: Annotated[
+        bool, typer.Option("--no-checkpoint", help="Write none at the end: faster with large tables, but `--resume` has nothing to go on from.")
+    ] = False,
     max_error: Annotated[
         float | None, typer.Option(min=0.0, help="Exit 4 when the step time is further from its prediction, e.g. 0.2.", show_default=False)
     ] = None,
@@ -59,6 +62,7 @@ def command(
             resume=resume,
             evaluate=not no_eval,
             trace=trace,
+            checkpoint=not no_checkpoint,
             checkpoint_every=checkpoint_every,
             max_restarts=max_restarts,
             rendezvous=meeting,

@@ -1,21 +1,26 @@
-"""A progress bar on stderr, fed by the JSON events of a training process; silent when stderr is no terminal or with `--quiet`."""
+"""Progress on stderr, fed by the JSON events of a training process: a bar on a terminal, else a line now and then; nothing with `--quiet`."""
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 from planner.report import console
 
+LINE_INTERVAL = 10.0
+"""Seconds between lines where there is no terminal."""
+
 
 class Progress:
     """`event` takes {"event": "step", "step": i, "of": n, "loss": x, "step_time_s": t}, {"event": "stage", "ranks": n},
-    {"event": "calibrate", "what": ..., "done": i, "of": n} and {"event": "note", "message": ...}."""
+    {"event": "calibrate" or "working", "what": ..., "done": i, "of": n} and {"event": "note", "message": ...}."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
         self._title, self._quiet = title, quiet
         self._bar: Any = None
         self._task: Any = None
+        self._said = time.monotonic()
 
     def __enter__(self) -> Progress:
         if not self._quiet and sys.stderr.isatty():
@@ -47,7 +52,7 @@ class Progress:
         elif kind == "stage" and event.get("ranks"):
             self._say(f"{self._title}: {event['ranks']} rank(s)")
         done = event.get("step", event.get("done"))
-        if self._bar is None or (done is None and "what" not in event):
+        if done is None and "what" not in event:
             return
         words = []
         if isinstance(event.get("loss"), (int, float)):
@@ -56,7 +61,12 @@ class Progress:
             words.append(f"{event['step_time_s'] * 1e3:.1f} ms/step")
         if event.get("what"):
             words.append(str(event["what"]))
-        self._bar.update(self._task, completed=done or 0, total=event.get("of"), detail=" ".join(words))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done or 0, total=event.get("of"), detail=" ".join(words))
+        elif (kind == "working" and done is None) or time.monotonic() - self._said >= LINE_INTERVAL:
+            self._said = time.monotonic()
+            count = "" if done is None else f" {done} of {event.get('of', '?')}"
+            self._say(f"{self._title}{count}: {' '.join(words)}")
 
     def _say(self, message: str) -> None:
         if self._quiet:

@@ -48,12 +48,13 @@ class GEM(nn.Module):
         self.heads = Heads(width, [head.hidden for head in model.heads])
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        features = [t for table in self.model.tables if table.pooling != "sequence" for t in embeddings[table.name].unbind(0)]
+        # a group's C tables side by side, in one op: (C, B, dim) -> (B, C dim)
+        features = [embeddings[table.name].transpose(0, 1) for table in self.model.tables if table.pooling != "sequence"]
         histories: dict[str, History] = {}
         losses: list[Tensor] = []
         for spec, encoder in zip(self.model.sequences, self.sequences):
-            parts = [t for table in self.model.tables if table.sequence == spec.name for t in embeddings[table.name].unbind(0)]
-            events = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            groups = [embeddings[table.name] for table in self.model.tables if table.sequence == spec.name]
+            events = groups[0].transpose(0, 1).flatten(1) if len(groups) == 1 else torch.cat([t for g in groups for t in g.unbind(0)], dim=1)
             histories[spec.name], summary = encoder(events, batch.sequence_offsets[spec.name], batch.max_lengths[spec.name],
                                                     batch.lengths[spec.name], batch.times.get(spec.name))
             features.append(summary)
@@ -61,7 +62,7 @@ class GEM(nn.Module):
                 losses.append(self.next[spec.name](histories[spec.name].events, batch.ids[spec.next_event], batch.sequence_offsets[spec.name]))
         if self.bottom is not None:
             features.append(self.bottom(batch.dense))
-        features = [f.to(features[-1].dtype) for f in features]
+        features = [f.to(features[-1].dtype).flatten(1) for f in features]
         x_BW = self.interaction(self._interact(torch.cat(features, dim=1), histories))
         for experts in self.experts:
             x_BW = experts(x_BW)

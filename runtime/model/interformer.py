@@ -100,4 +100,5 @@ def last_events(s_TD: Tensor, offsets: Tensor, count: int) -> Tensor:
         return s_TD.new_zeros((offsets.shape[0] - 1, count, s_TD.shape[1]))
     index = offsets[1:, None] - torch.arange(count, 0, -1, device=offsets.device)
     known = index >= offsets[:-1, None]
-    return s_TD[index.clamp(min=0)] * known.to(s_TD.dtype).unsqueeze(2)
+    events = s_TD.index_select(0, index.clamp(min=0).flatten()).unflatten(0, index.shape)  # its backward adds rows; that of s[i] sorts i first
+    return events * known.to(s_TD.dtype).unsqueeze(2)

@@ -60,7 +60,7 @@ def last_event(x_TD: Tensor, offsets: Tensor) -> Tensor:
     """The last event of every history, `(B, D)`; zeros for an empty one."""
     if x_TD.shape[0] == 0:
         return x_TD.new_zeros((offsets.shape[0] - 1, x_TD.shape[1]))
-    last = x_TD[(offsets[1:] - 1).clamp(min=0)]
+    last = x_TD.index_select(0, (offsets[1:] - 1).clamp(min=0))  # whose backward adds rows; that of x[i] sorts i first
     return last * (offsets.diff() > 0).to(last.dtype).unsqueeze(1)
 
 

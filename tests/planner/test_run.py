@@ -179,6 +179,9 @@ def test_the_command_line_of_a_plan(tmp_path):
     words = run.command(plan, tmp_path, steps=3, resume=True, evaluate=False)
     assert words[1:] == ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "runtime.train", str(tmp_path / "plan.json"),
                          "--out", str(tmp_path), "--steps", "3", "--resume", "--no-eval"]  # fmt: skip
+    assert run.command(plan, tmp_path, checkpoint=False)[-1] == "--no-checkpoint"
+    with pytest.raises(UsageError, match="give one of them"):
+        run.execute(tmp_path, checkpoint=False, checkpoint_every=3)
     with pytest.raises(UsageError):
         run.load_plan(tmp_path / "nowhere")
 
@@ -216,3 +219,20 @@ def test_without_torch_nothing_is_started(folder, monkeypatch, capsys):
     assert "torch is not installed" in capsys.readouterr().err
     assert main(["calibrate", str(folder.parent / "tiny.yaml")]) == 2
     assert not (folder / "run.log").exists()
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):
+    from planner.report import progress
+
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with progress.Progress("training") as shown:
+        shown.event({"event": "working", "what": "writing a checkpoint, 20 GB"})
+        for step in range(1, 31):
+            clock[0] += 1.0
+            shown.event({"event": "step", "step": step, "of": 30, "loss": 0.5, "step_time_s": 0.04})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["training: writing a checkpoint, 20 GB", *(f"training {n} of 30: loss 0.5000 40.0 ms/step" for n in (10, 20, 30))]
+    with progress.Progress("training", quiet=True) as shown:
+        shown.event({"event": "working", "what": "writing"})
+    assert capsys.readouterr().err == ""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 import zipfile
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from costmodel.model import Head, LayerGroup, Model, Sequence, TableGroup
 from costmodel.workload import EventSource, Lengths, Workload
-from runtime import histories, prepare
+from runtime import data, histories, prepare
 from runtime.data import HistorySource, Loader, SyntheticSource, evaluation_batches, open_source
 from runtime.synthetic import SyntheticStream, Zipf, hashed, uniform
 
@@ -345,10 +346,43 @@ def test_prefetch_gives_the_same_batches_and_passes_errors_on():
         next(iter(Loader(Broken(_model(), _workload(), seed=0), global_batch=12, prefetch=1)))
 
 
+@pytest.mark.parametrize("batching", ["jagged", "sorted_buckets", "base_batch_shuffling"])
+def test_several_threads_build_what_one_does(monkeypatch, batching):
+    """Also across the border of a window and of an epoch, where two threads want different shuffles; and none is left behind."""
+    monkeypatch.setattr(data, "loader_threads", lambda prefetch: 3)
+    source = SyntheticSource(_model(), _workload(), seed=0)
+    options = {"global_batch": 12, "epochs": 3, "batching": batching}
+    assert _labels(Loader(source, **options, prefetch=5)) == _labels(Loader(source, **options))
+    some = iter(Loader(source, **options, prefetch=5))
+    next(some)
+    some.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("loader")]
+
+
+def test_a_guided_search_finds_what_a_plain_one_does():
+    """Uniforms on, just below and just above the cumulative sums, where a cell of the guide is left."""
+    for rows, exponent in ((3, 1.0), (200, 0.8), (100_000, 1.05)):
+        zipf = Zipf(rows, exponent)
+        edges = zipf._cumulative[zipf._cumulative < zipf._head_share]
+        u = np.concatenate([edges, np.nextafter(edges, 0), np.nextafter(edges, 1), [0.0, 1 - 2.0**-53], np.random.default_rng(0).random(10_000)])
+        head = u < zipf._head_share
+        assert (zipf.popularity(u)[head] == np.searchsorted(zipf._cumulative, u[head], side="right")).all()
+
+
+def test_ids_are_hashes_of_their_place():
+    """What the vectorised pass makes equals the hash of (table, sample, place) one by one; empty bags included."""
+    stream, samples = SyntheticStream(_model(), _workload(), seed=5), np.array([7, 3, 11])
+    table = dataclasses.replace(_model().tables[4], count=2)
+    sizes = np.array([2, 0, 3, 0, 1, 2])
+    expected = [stream._zipf["liked"].ids(uniform(np.atleast_1d(hashed(5, stream._feature["liked"], 1, b // 3, int(samples[b % 3]), place))))[0]
+                for b, size in enumerate(sizes) for place in range(size)]
+    assert stream.ids(table, samples, sizes).tolist() == expected
+
+
 def test_evaluation_sees_every_later_event_once(parquet):
     source = HistorySource(_model(), _workload(), parquet, origin="test")
-    ranks = [list(evaluation_batches(source, batch=9, world_size=3, rank=r)) for r in range(3)]
-    assert len({len(rank) for rank in ranks}) == 1
+    ranks = [[b for of, b in evaluation_batches(source, batch=9, world_size=3, rank=r, prefetch=r) if of == 2] for r in range(3)]
+    assert {len(rank) for rank in ranks} == {2}
     assert sum(b.num_samples for rank in ranks for b in rank) == source.num_evaluation == 80
     together = [x for step in zip(*ranks) for b in step for x in b.ids["item"].tolist()]
     assert together == histories.build(prepare.read_events(parquet), max_history=None).item[320:].tolist()

@@ -33,12 +33,23 @@ def result(tmp_path) -> RunResult:
     return RunResult.load(tmp_path / "out" / "result.json")
 
 
+def test_without_a_checkpoint_there_is_a_result_and_nothing_to_continue_from(tmp_path, capsys):
+    assert run(models.plan(Layout()), tmp_path, "--steps", "2", "--no-eval", "--no-checkpoint") == 0
+    assert (tmp_path / "out" / "result.json").exists() and not (tmp_path / "out" / "checkpoint").exists()
+    assert "writing a checkpoint" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(models.plan(Layout()), tmp_path, "--no-checkpoint", "--checkpoint-every", "2")
+
+
 def test_one_rank_from_plan_to_result(tmp_path, capsys):
     plan = models.plan(Layout())
     assert run(plan, tmp_path, "--steps", "6") == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [e["event"] for e in events if e["event"] != "step"] == ["source", "done"]
-    assert events[-2] == {"event": "step", "step": 6, "of": 6, "loss": events[-2]["loss"], "step_time_s": events[-2]["step_time_s"]}
+    assert [e["event"] for e in events if e["event"] not in ("step", "working")] == ["source", "done"]
+    long = [e["what"].split(",")[0] for e in events if e["event"] == "working" and "done" not in e]
+    assert long == ["setting up model and tables", "writing a checkpoint"]
+    last = [e for e in events if e["event"] == "step"][-1]
+    assert last == {"event": "step", "step": 6, "of": 6, "loss": last["loss"], "step_time_s": last["step_time_s"]}
     found = result(tmp_path)
     assert (found.status, found.steps, found.warmup_steps, len(found.losses)) == ("completed", 6, 3, 6)
     assert found.plan_identity == plan.identity()
