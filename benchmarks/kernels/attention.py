@@ -9,6 +9,7 @@ from torch import Tensor
 
 import kernels
 from benchmarks.kernels import common
+from benchmarks.kernels._timing import copy_rate
 from benchmarks.results import Row
 
 
@@ -124,7 +125,7 @@ def _rows(shape: Shape, names: list[str]) -> Iterator[Row]:
     amounts = (2 * (2 * q.numel() + 2 * k.numel()), 2 * ((4 if statistic else 3) * q.numel() + 4 * k.numel())) if shape.share else (
         flops, 2.5 * flops
     )  # fmt: skip
-    scale = common.copy_rate() if shape.share else 1e12
+    scale = copy_rate() if shape.share else 1e12
     peers = {name: list(pair) for name, pair in shape.peers.items()}
     note = "measured here" + (f"; {shape.note}" if shape.note else "") + ("; other peers: same shape, another run" if peers else "")
     if shape.fa2_here:

@@ -1,6 +1,5 @@
 """Timing and inputs shared by the kernel families."""
 
-import functools
 import statistics
 from collections.abc import Callable
 
@@ -40,14 +39,6 @@ def _timed_many(function: Callable[[], object], count: int) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in events]
-
-
-@functools.cache
-def copy_rate() -> float:
-    """Bytes read plus bytes written per second of a 4 GiB device-to-device copy."""
-    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda: target.copy_(source))
 
 
 def uniform_lengths(count: int, longest: int, fill: float, *, seed: int = 0) -> Tensor:
