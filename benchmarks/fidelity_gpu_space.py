@@ -24,7 +24,7 @@ from costmodel.plan import Plan
 from costmodel.workload import Workload
 
 PLANS_PER_GROUP = 5
-KINDS = ("self_attention", "hstu")
+KINDS = ("self_attention", "hstu", "gdpa", "block_attention")
 DIMS = (256, 384, 512, 640, 768, 896, 1024, 1280, 1536)
 HEAD_DIMS = (64, 128)
 DEPTHS = (1, 2, 3, 4, 6)
@@ -35,9 +35,11 @@ LENGTH_KINDS = ("uniform", "lognormal", "fixed")
 TOKENS = (32e3, 320e3)
 POLICIES = ("none", "selective", "full")
 # Rough seconds of a step, only to keep draws inside the space: FLOP/s of bf16 and fp32, bytes an event, feature and block over bytes/s.
-BF16_RATE, FP32_RATE, EVENT_SECONDS, LOADER_SECONDS = 3.0e14, 3.5e13, 150 / 2.5e12, 2.2e-7
+BF16_RATE, FP32_RATE, EVENT_SECONDS, LOADER_SECONDS = 3.0e14, 3.5e13, 150 / 2.5e12, 1.2e-7
 STEP_SECONDS, FP32_SECONDS = (12e-3, 0.35), 0.8
-CALIBRATION_SEED, CALIBRATION_SUBJECTS = 0xCA1B, 14
+CALIBRATION_SEED, CALIBRATION_SUBJECTS, WIDE_EVERY = 0xCA1B, 28, 3
+# A run ends after so many steps.
+MOST_STEPS = 24
 LOADER_SHARE, SAVED_BYTES = 0.7, 5e10
 
 
@@ -47,7 +49,7 @@ def calibration_plans(cluster: Cluster) -> list[Plan]:
     for i in range(CALIBRATION_SUBJECTS):
         model, workload = _draw_subject(np.random.default_rng([CALIBRATION_SEED, i]), cluster, name=f"calibration-{i}", kind=KINDS[i % len(KINDS)])
         plans.append(_one(model, workload, cluster))
-        if i % 3 == 0:
+        if i % WIDE_EVERY == 0:
             smaller = dataclasses.replace(workload, global_batch=max(4, workload.global_batch // 4))
             plans.append(_one(model, smaller, cluster, precision="fp32"))
     return plans
@@ -92,7 +94,7 @@ def _draw_subject(rng: np.random.Generator, cluster: Cluster, *, name: str, kind
         model = dataclasses.replace(model, tables=tuple(t for t in model.tables if t.name != "event_action"))
         tokens = math.exp(rng.uniform(*np.log(TOKENS)))
         batch = 4 * max(4, round(tokens / workload.lengths["history"].mean() / 4))
-        workload = dataclasses.replace(workload, global_batch=batch)
+        workload = dataclasses.replace(workload, global_batch=batch, num_steps=MOST_STEPS)
         plain = _one(model, workload, cluster)
         events = batch * workload.lengths["history"].mean()
         seconds = model_flops(plain) / BF16_RATE + events * dim * values["depth"] * EVENT_SECONDS

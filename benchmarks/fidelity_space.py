@@ -161,8 +161,10 @@ def _subject(name: str, values: dict[str, Any]) -> tuple[Model, Workload]:
         count=values["depth"],
         heads=values["heads"],
         head_dim=head_dim,
-        mlp_dim=dim * values["mlp_factor"] if kind == "self_attention" else 0,
-        divisor=float(values["maximum"]) if kind == "hstu" else None,
+        mlp_dim=0 if kind == "hstu" else dim * values["mlp_factor"],
+        divisor=float(values["maximum"]) if kind in ("hstu", "gdpa") else None,
+        activation="silu" if kind == "gdpa" else None,
+        block=64 if kind == "block_attention" else None,
     )
     tables = (
         TableGroup(name="event_item", rows=values["rows"], dim=values["table_dim"], pooling="sequence", sequence="history", zipf=0.8),

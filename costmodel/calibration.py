@@ -35,7 +35,7 @@ from costmodel.codec import DecodeError, content_hash, decode, encode, suggest
 from costmodel.gpu import block_key, timed_ops
 from costmodel.krige import MINIMUM_POINTS, Surface, fit_surface
 from costmodel.ops import KINDS, Op, coordinates, op
-from costmodel.quantity import Source, worst
+from costmodel.quantity import Source
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
 
 SCHEMA_VERSION = 1
@@ -408,8 +408,6 @@ def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[s
         name = block_key(kind, sample.dtype, sample.variant) if on_gpu else kind
         times = [calibration.predict(one, phase, active_ranks=sample.active_ranks)
                  for one, phase in timed_ops(forward, sample.phase, sample.variant, MATRIX_OPS)]
-        if worst(t.source for t in times) in ("roofline", "assumed"):
-            continue
         ratio = math.log(sample.seconds / sum(t.seconds for t in times))
         launched = sum(t.host_seconds for t in times)
         host = sample.host_seconds / launched if sample.host_seconds and launched > 0 else 1.0

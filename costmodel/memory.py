@@ -25,22 +25,30 @@ experts, sharded over fsdp / ep ranks.
     optimizer   = parameters + gradients + optimizer + tables + table_state + input
     reserved    = allocated x (1 + allocator slack) + context;  a plan fits when reserved <= limit
 
+The peak is that of the largest micro-batch: on a GPU activations are those of the most events that a micro-batch of the run is expected to have
+(`costmodel.imbalance.expected_maximum` over steps, micro-batches and ranks), while categories are those of a typical one. What backward of a block
+needs beside what is saved is the formula times the ratio that the calibration measured (`workspace/<kind>@<dtype>[:<policy>]`).
+
 On a CPU there is no caching allocator and no context: allocated = reserved, tracked tensors only.
 """
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
-from costmodel.blocks import BatchShape, activation_dtype
+from costmodel.blocks import BatchShape, Block, activation_dtype
 from costmodel.calibration import Calibration
+from costmodel.gpu import block_key
+from costmodel.imbalance import expected_maximum
 from costmodel.model import DTYPE_BYTES
 from costmodel.ops import dtype_bytes
 from costmodel.plan import Layout, Plan
 from costmodel.quantity import Quantity, Source
 from costmodel.regions import Region, regions
 from costmodel.sparse import TableLoads, expected_unique, ids_per_table
+from costmodel.workload import Lengths
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "tables", "table_state", "saved_activations", "unsharded_parameters", "input",
               "buffers", "overhead")
@@ -50,6 +58,8 @@ INPUT_BATCHES = 2
 CONTEXT_BYTES = 0.9e9
 # Slack of the caching allocator over the peak that tensors need [Assumed where not measured].
 ALLOCATOR_OVERHEAD = 0.08
+# Steps of a run whose workload does not say [Assumed]: over them the largest micro-batch is expected.
+STEPS = 1000
 # Buffers of one NCCL communicator [Assumed: 32 channels x 8.4 MB, send and receive]; dense, sparse group and replicas have one each.
 COMMUNICATOR_BYTES = 0.27e9
 # Workspaces that cuBLAS keeps for the forward and for the backward thread [Assumed where not measured: 32 MiB each on Hopper].
@@ -85,16 +95,46 @@ class BlockMemory:
     sharded: float
 
 
-def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoint: str, fsdp: int) -> BlockMemory:
+def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoint: str, fsdp: int,
+                  calibration: Calibration | None = None) -> BlockMemory:
     """What one block of `region` takes under (precision, checkpoint)."""
     block = region.block
     low = dtype_bytes(activation_dtype(precision))
-    return BlockMemory(region=region.name, saved=block.saved_bytes(batch, precision, checkpoint),
-                       whole=block.saved_bytes(batch, precision, "none"), workspace=block.workspace_bytes(batch, precision),
-                       unsharded=low * block.num_parameters if fsdp > 1 or precision != "fp32" else 0.0, sharded=4.0 * block.sharded_elements(fsdp))
+    saved, whole = block.saved_bytes(batch, precision, checkpoint), block.saved_bytes(batch, precision, "none")
+    workspace = block.workspace_bytes(batch, precision)
+    unsharded = low * block.num_parameters if fsdp > 1 or precision != "fp32" else 0.0
+    ratio = calibration.constants.get(f"workspace/{block_key(block.kind, precision, checkpoint)}") if calibration is not None else None
+    if ratio is not None:  # of all that backward has beside what is saved, parameters and their gradients
+        workspace = ratio * backward_bytes(block, batch, precision, checkpoint) - max(0.0, whole - saved)
+    return BlockMemory(region=region.name, saved=saved, whole=whole, workspace=workspace, unsharded=unsharded,
+                       sharded=4.0 * block.sharded_elements(fsdp))
 
 
-def block_memories(plan: Plan, batch: BatchShape) -> list[BlockMemory]:
+def backward_bytes(block: Block, batch: BatchShape, precision: str, checkpoint: str) -> float:
+    """By the formula: bytes of activations that a block's backward has beside those that its forward saved."""
+    whole = block.saved_bytes(batch, precision, "none")
+    return max(0.0, whole - block.saved_bytes(batch, precision, checkpoint)) + block.workspace_bytes(batch, precision)
+
+
+@functools.lru_cache(maxsize=4096)
+def _largest_factor(lengths: Lengths, samples: int, count: int) -> float:
+    values, p = lengths.pmf()
+    return expected_maximum(values.astype(float), p, samples, count) / (samples * float(values @ p))
+
+
+def largest_batch(plan: Plan, batch: BatchShape) -> BatchShape:
+    """The micro-batch of the most events in a run, of `batch` for one rank; padded batches are all alike."""
+    if plan.cluster.device.kind != "gpu" or plan.batching == "padded":
+        return batch
+    count = (plan.workload.num_steps or STEPS) * plan.accumulation * plan.layout.world_size
+    shapes = {}
+    for name, shape in batch.sequences.items():
+        factor = max(1.0, _largest_factor(plan.workload.lengths[name], plan.local_batch, count) / shape.token_factor)
+        shapes[name] = shape.scaled(factor, factor)
+    return dataclasses.replace(batch, sequences=shapes)
+
+
+def block_memories(plan: Plan, batch: BatchShape, calibration: Calibration | None = None) -> list[BlockMemory]:
     """Every block of the model in forward order under the plan's options. Raises ValueError where options and blocks do not match."""
     options = {r.region: r.options for r in plan.regions}
     known = regions(plan.model, plan.layout)
@@ -105,14 +145,16 @@ def block_memories(plan: Plan, batch: BatchShape) -> list[BlockMemory]:
         if sum(o.count for o in options[region.name]) != region.count:
             raise ValueError(f"region {region.name}: options cover {sum(o.count for o in options[region.name])} of {region.count} blocks")
         for option in options[region.name]:
-            one = option_memory(region, batch, precision=option.precision, checkpoint=option.checkpoint, fsdp=plan.layout.fsdp)
+            one = option_memory(region, batch, precision=option.precision, checkpoint=option.checkpoint, fsdp=plan.layout.fsdp,
+                                calibration=calibration)
             blocks += [one] * option.count
     return blocks
 
 
 def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibration | None) -> Memory:
     """Memory of the fullest rank; formulas in the module docstring."""
-    blocks = block_memories(plan, batch)
+    blocks = block_memories(plan, batch, calibration)
+    largest = largest_batch(plan, batch)
     parameters = sum(b.sharded for b in blocks)
     cached = loads.weights if loads.fetched is None else loads.weights + loads.fetched.max(axis=0)
     tables, state = float(cached.max(initial=0.0)), float(loads.state.max(initial=0.0))
@@ -125,7 +167,7 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * communicators(plan.layout) + _library_bytes(calibration) if gpu else 0.0)
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
     embeddings = embedding_bytes(plan, batch)
-    dense, phase = _dense_peak(blocks, embeddings, plan)
+    dense, phase = _dense_peak(blocks if largest is batch else block_memories(plan, largest, calibration), embedding_bytes(plan, largest), plan)
     peaks = {phase: resting + dense, "optimizer": resting + parameters, "sparse": resting + in_flight}
     peak_phase = max(peaks, key=lambda name: peaks[name])
     peak = peaks[peak_phase]
@@ -176,7 +218,7 @@ def _dense_peak(blocks: list[BlockMemory], embeddings: float, plan: Plan) -> tup
     for i in range(len(blocks) - 1, -1, -1):
         block = blocks[i]
         gathered = unsharded if keep else block.unsharded + (blocks[i - 1].unsharded if i else 0.0)
-        here = saved + (block.whole - block.saved if block.saved < block.whole else 0.0) + block.workspace + gathered + block.unsharded + gradients
+        here = saved + max(0.0, block.whole - block.saved) + block.workspace + gathered + block.unsharded + gradients
         if here > best:
             best, phase = here, "backward"
         saved -= block.saved

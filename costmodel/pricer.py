@@ -188,7 +188,8 @@ class Pricer:
             return cost
         ratio, width, outside = found.ratio(features)
         known = 0.0 if outside < 0.1 else 1.0
-        parts = tuple((curve, source, seconds * ratio, known * error) for curve, source, seconds, error in cost.parts)
+        parts = tuple((f"block:{block.kind}/{phase}" if curve.startswith("roofline:") else curve, "interpolated" if source == "roofline" else source,
+                       seconds * ratio, known * error) for curve, source, seconds, error in cost.parts)
         return dataclasses.replace(cost, seconds=cost.seconds * ratio, host_seconds=cost.host_seconds * found.host_ratio,
                                    compute_bound=cost.compute_bound * ratio,
                                    parts=(*parts, (f"composition:{block.kind}/{phase}", "measured", 0.0, width * cost.seconds * ratio)))

@@ -19,13 +19,15 @@ BLOCK_PREFIX = "block:"
 # allocator_overhead: reserved / allocated - 1 at the peak; memory_bandwidth [bytes/s], peak_flops (variant = dtype) [FLOP/s]: the best seen.
 # host_copy_bandwidth [bytes/s]: pinned memory to the device; host_scale: main-thread time of a step's launches in the trainer over the same calls
 # alone; step_host: main-thread seconds of a step beside its launches;
-# library_bytes: workspaces that libraries allocate and keep.
+# library_bytes: workspaces that libraries allocate and keep; workspace (variant = kind@dtype[:policy]): bytes that backward of a block has beside
+# what its forward saved, over the formula's (costmodel.memory.backward_bytes).
 # link_bandwidth [bytes/s]: of the host tier that the collectives ran on; collective_share (variant = transport/kind): compute seconds lost beside
 # one second of that collective. Of host ranks (variant = ranks): processor_share: of a core that a rank had while it was timed; peer_wait: seconds
 # that a rank waits for others to arrive at collectives over its seconds of compute, work being even.
 CONSTANT_PREFIX = "constant:"
 CONSTANTS = ("launch_seconds", "graph_launch_seconds", "context_bytes", "allocator_overhead", "memory_bandwidth", "peak_flops", "step_overhead",
-             "link_bandwidth", "collective_share", "host_copy_bandwidth", "host_scale", "step_host", "library_bytes", "processor_share", "peer_wait")
+             "link_bandwidth", "collective_share", "host_copy_bandwidth", "host_scale", "step_host", "library_bytes", "processor_share", "peer_wait",
+             "workspace")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -230,7 +230,7 @@ class Pricing:
         for c in self.space.regions[region.name]:
             key = (activation_dtype(c.precision), c.checkpoint)
             if key not in found:
-                found[key] = option_memory(region, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=fsdp)
+                found[key] = option_memory(region, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=fsdp, calibration=self.calibration)
         return {c: found[activation_dtype(c.precision), c.checkpoint] for c in self.space.regions[region.name]}
 
     def durations(self, plan: Plan) -> dict[str, dict[RegionChoice, dict[Key, float]]]:

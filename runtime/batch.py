@@ -45,13 +45,18 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same batch on `device`; asynchronous where the host side is pinned and `non_blocking` is set."""
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        return self.with_tensors(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def with_lengths(self) -> Batch:
+        """The same batch with a copy of its lengths, which then outlive the memory that they were made in."""
+        return dataclasses.replace(self, lengths={k: v.copy() for k, v in self.lengths.items()})
 
     def pin(self) -> Batch:
         """The same batch in page-locked host memory (needs a CUDA device)."""
-        return self._map(Tensor.pin_memory)
+        return self.with_tensors(Tensor.pin_memory)
 
-    def _map(self, f) -> Batch:
+    def with_tensors(self, f) -> Batch:
+        """The same batch with `f` of every tensor."""
         return dataclasses.replace(
             self, ids={k: f(t) for k, t in self.ids.items()}, offsets={k: f(t) for k, t in self.offsets.items()},
             sequence_offsets={k: f(t) for k, t in self.sequence_offsets.items()}, times={k: f(t) for k, t in self.times.items()},

@@ -28,7 +28,7 @@ from costmodel.model import Model, TableGroup
 from costmodel.plan import Batching, Plan
 from costmodel.state import movielens_path
 from costmodel.workload import Workload
-from runtime import balance, histories
+from runtime import balance, histories, worker
 from runtime.batch import Batch
 from runtime.prepare import read_events
 from runtime.synthetic import SyntheticStream
@@ -164,8 +164,9 @@ class Loader:
 
     `start`: samples (of all ranks, over all epochs) that an earlier run has consumed; `position` is the same count now, to be
     kept in a checkpoint. Only whole global batches are trained: what is left at the end of an epoch waits for the next shuffle.
-    With `prefetch` > 0 up to `THREADS` threads build that many steps ahead (and pin them, with `pin`): nearly all of a build is NumPy without the
-    interpreter's lock. 0 builds in the caller's thread, where a rank has one core and nothing to hide behind.
+    With `prefetch` > 0 up to `THREADS` threads build that many steps ahead, or with `pin` one process, which takes no turns with the training loop
+    at the interpreter's lock, and a thread pins what it built (`runtime.worker`). 0 builds in the caller's thread, where a rank has one core and
+    nothing to hide behind.
     """
 
     def __init__(self, source: Source, *, global_batch: int, world_size: int = 1, rank: int = 0, accumulation: int = 1,
@@ -201,7 +202,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Batch, ...]]:
         steps = range(self.position // self.global_batch, self.num_steps)
-        for microbatches in (_ahead(self.build, steps, self._prefetch, loader_threads(self._prefetch)) if self._prefetch else map(self.build, steps)):
+        made = self._made_ahead(steps) if self._prefetch else map(self.build, steps)
+        for microbatches in made:
             self.position += self.global_batch
             yield microbatches
 
@@ -229,9 +231,18 @@ class Loader:
     def build(self, step: int) -> tuple[Batch, ...]:
         """This rank's batches of a step, its samples dealt to them in turn: policies order by work, and a first batch of all the longest
         histories would need the memory that accumulation is to save."""
-        own = self.samples(step)[self._rank].reshape(-1, self.accumulation).T
-        batches = tuple(self.source.build(samples) for samples in own)
+        batches = self._assemble(step)
         return tuple(b.pin() for b in batches) if self._pin else batches
+
+    def _assemble(self, step: int) -> tuple[Batch, ...]:
+        own = self.samples(step)[self._rank].reshape(-1, self.accumulation).T
+        return tuple(self.source.build(samples) for samples in own)
+
+    def _made_ahead(self, steps: range) -> Iterator[tuple[Batch, ...]]:
+        if not self._pin:
+            return _ahead(self.build, steps, self._prefetch, loader_threads(self._prefetch))
+        built = worker.built_by_process(self._assemble, steps, slots=self._prefetch)
+        return worker.drained_by_thread((tuple(b.pin().with_lengths() for b in batches) for batches in built), built)
 
 
 def loader_threads(prefetch: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -22,20 +23,22 @@ from costmodel import ops
 from costmodel.blocks import BatchShape, JaggedShape
 from costmodel.blocks.measured import block_features
 from costmodel.calibration import Calibration, fit
-from costmodel.gpu import launches
+from costmodel.gpu import block_key, launches
 from costmodel.lower import lower
+from costmodel.memory import backward_bytes
 from costmodel.model import TableGroup
 from costmodel.ops import KINDS
 from costmodel.plan import Layout, Plan, RegionOption, TablePlacement
 from costmodel.regions import Region, regions
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
 from costmodel.sparse import expected_unique, skew
+from runtime import worker
 from runtime.batch import Batch
 from runtime.checkpointing import apply_checkpointing
 from runtime.data import Source, open_source
 from runtime.embedding import Lookup, ShardedEmbeddings
 from runtime.mesh import Meshes
-from runtime.microbench import cases
+from runtime.microbench import cases, warm
 from runtime.microbench.cases import noise
 from runtime.microbench.requests import Request, requests
 from runtime.microbench.timing import Run, Timing, measure
@@ -51,6 +54,10 @@ SMALLER = 3
 COPIES = 2
 # Steps, and events a batch, of the runs that time the host.
 HOST_STEPS, SMALL_TOKENS = 12, 1500.0
+# Of the time, what blocks and tables may take: the rest is for single ops.
+BLOCK_SHARE = 0.75
+# Of a whole calibration, what all of those may take; the rest is for short runs of the trainer, the last few of which show the allocator's slack.
+DEVICE_SHARE, ALLOCATOR_RUNS, ALLOCATOR_SECONDS = 0.82, 3, 9.0
 # Points a turn of the op kinds with the most features.
 TURNS = {"linear": 5, "attention": 4}
 Report = Callable[[str], None]
@@ -154,16 +161,30 @@ def block_samples(plan: Plan, batch: Lengths, device: torch.device, *, precision
             continue
         layer = region.name.split(".")[-1].isdigit()
         for policy in policies if layer else ("none",):
-            block = _block(plan, region, device, precision=precision, policy=policy)
+            block = build_block(plan, region, device, precision=precision, policy=policy)
             for phase in (ops.FORWARD, ops.BACKWARD):
                 if policy == "full" and phase == ops.FORWARD:
                     continue
-                run = _block_run(plan, region, block, batch, device, precision, phase)
+                run = block_run(plan, region, block, batch, device, precision, phase)
                 timing = measure([run], device=device, seconds=seconds)
                 yield sample(BLOCK_PREFIX + region.block.kind, phase, features, timing, variant="" if policy == "none" else policy, dtype=precision)
+            if layer and device.type == "cuda":
+                formula = backward_bytes(region.block, batch.shape, precision, policy)
+                yield constant("workspace", _workspace(run, block) / formula, block_key(region.block.kind, precision, policy))
 
 
-def _block(plan: Plan, region: Region, device: torch.device, *, precision: str, policy: str) -> nn.Module:
+def _workspace(run: Run, block: nn.Module) -> float:
+    """Bytes that a backward has beside what forward saved and the gradient that it is given, without gradients of parameters."""
+    state = run.prepare()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, gradient = torch.cuda.memory_allocated(), state.numel() * state.element_size()
+    run.run(state)
+    peak = torch.cuda.max_memory_allocated()
+    return float(peak - before + gradient - sum(p.numel() * p.element_size() for p in block.parameters()))
+
+
+def build_block(plan: Plan, region: Region, device: torch.device, *, precision: str, policy: str) -> nn.Module:
     with device:
         model = GEM(dataclasses.replace(plan.model, sequences=tuple(
             dataclasses.replace(s, layers=tuple(dataclasses.replace(g, count=1) for g in s.layers)) for s in plan.model.sequences)))
@@ -176,7 +197,7 @@ def _block(plan: Plan, region: Region, device: torch.device, *, precision: str, 
     return block
 
 
-def _block_run(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: torch.device, precision: str, phase: str) -> Run:
+def block_run(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: torch.device, precision: str, phase: str) -> Run:
     inputs, forward = _fed(plan, region, block, batch, device, PARAM_DTYPES[precision])
     differentiated = [*inputs, *block.parameters()]
     if phase == ops.FORWARD:
@@ -260,30 +281,34 @@ def _table_samples(plan: Plan, table: TableGroup, drawn: list[Batch], device: to
 
 
 def optimizer_sample(plan: Plan, device: torch.device, *, seconds: float) -> Sample:
-    """AdamW on the whole dense model, gradients dropped after it."""
+    """AdamW on the whole dense model, gradients dropped after it and so given anew before every call."""
     with device:
         model = GEM(plan.model)
     parameters = list(model.parameters())
     optimizer = build_dense_optimizer(parameters, lr=1e-3)
     gradients = [torch.zeros_like(p) for p in parameters]
 
-    def prepare() -> None:
+    def step(_state: object) -> None:
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = gradient
-
-    def step(_state: object) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
     features = {"parameters": float(sum(p.numel() for p in parameters)), "tensors": float(len(parameters))}
-    return sample("adamw", ops.STEP, features, measure([Run(prepare=prepare, run=step)], device=device, seconds=seconds))
+    return sample("adamw", ops.STEP, features, measure([Run(run=step)], device=device, seconds=seconds))
 
 
 def input_sample(plan: Plan, source: Source, samples: int, *, seconds: float) -> Sample:
-    """A batch built and pinned, as the loader's thread does it. `events`: ids of all tables."""
+    """A batch built and handed over, as the loader's process does it. `events`: ids of all tables."""
     drawn = [np.random.default_rng(i).integers(0, source.num_train, samples) for i in range(4)]
-    ids = sum(t.numel() for t in source.build(drawn[0]).ids.values())
-    timing = measure([Run(run=lambda _, d=d: source.build(d).pin()) for d in drawn], device=torch.device("cpu"), seconds=seconds)
+    first = source.build(drawn[0])
+    slot = memoryview(bytearray(2 * worker.num_bytes(worker.pack((first,))[1]) + worker.SLOT_EXTRA))
+
+    def build(samples: np.ndarray) -> None:
+        worker.store(worker.pack((source.build(samples),))[1], slot)
+
+    ids = sum(t.numel() for t in first.ids.values())
+    timing = measure([Run(run=lambda _, d=d: build(d)) for d in drawn], device=torch.device("cpu"), seconds=seconds)
     return sample("input", ops.STEP, {"samples": float(samples), "events": float(ids)}, timing, variant="jagged")
 
 
@@ -326,6 +351,9 @@ def device_samples(plans: list[Plan], device: torch.device, *, budget: float, se
     begin, rng = time.perf_counter(), np.random.default_rng(7)
     found = constant_samples(device)
     for number, plan in enumerate(plans):
+        if time.perf_counter() > begin + BLOCK_SHARE * budget:
+            report(f"out of time for blocks before plan {number + 1}/{len(plans)}")
+            break
         source = open_source(plan.model, plan.workload, seed=plan.seed)
         precision = plan.regions[0].options[0].precision
         for batch in batches(plan, rng):
@@ -346,20 +374,42 @@ def device_samples(plans: list[Plan], device: torch.device, *, budget: float, se
 # --- the host in the trainer ---
 
 
-def host_samples(calibration: Calibration, plans: list[Plan], device: torch.device) -> list[Sample]:
+def host_samples(calibration: Calibration, plans: list[Plan], device: torch.device, *, until: float = math.inf) -> list[Sample]:
     """`host_scale` and `step_host` from short runs of small batches, whose steps wait for the host: their main thread's time against what
     `calibration` gives for the launches."""
     pairs = []
     for plan in plans:
-        trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
-        trainer.train(WARMUP_STEPS + HOST_STEPS)
-        trainer.phases += trainer.timer.finished(wait=True)
+        if time.perf_counter() > until and pairs:
+            break
+        trainer = _trained(plan, device, WARMUP_STEPS + HOST_STEPS)
         spent = statistics.median(sum(step.values()) for step in trainer.timer.host[WARMUP_STEPS:])
         pairs.append((sum(launches(lower(plan, calibration).graph).values()), spent))
         del trainer
-        gc.collect()
     scale, rest = host_fit(pairs)
     return [constant("host_scale", scale), constant("step_host", rest)]
+
+
+def allocator_samples(plans: list[Plan], device: torch.device) -> list[Sample]:
+    """`allocator_overhead`: the most that the caching allocator held over the most that was allocated, over short runs of whole batches."""
+    over = []
+    for plan in plans:
+        trainer = _trained(plan, device, WARMUP_STEPS + HOST_STEPS)
+        over.append(torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1.0)
+        del trainer
+    return [constant("allocator_overhead", max(over))]
+
+
+def _trained(plan: Plan, device: torch.device, steps: int) -> Trainer:
+    """A trainer after `steps` steps, in an allocator that held nothing before."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
+    trainer.train(steps)
+    trainer.phases += trainer.timer.finished(wait=True)
+    return trainer
 
 
 def host_fit(pairs: list[tuple[float, float]]) -> tuple[float, float]:
@@ -372,18 +422,20 @@ def host_fit(pairs: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def small_plans(plans: list[Plan]) -> list[Plan]:
-    """One small batch of each block kind, precision and policy among the first plans."""
+    """One small batch of each block kind, precision and policy."""
     found: dict[tuple[str, str, str], Plan] = {}
-    for i, plan in enumerate(plans):
-        layer, precision = plan.model.sequences[0].layers[0], plan.regions[0].options[0].precision
-        policy = POLICIES[i // 2 % len(POLICIES)] if precision != "fp32" else "none"
-        mean = plan.workload.lengths[plan.model.sequences[0].name].mean()
-        batch = max(2, int(SMALL_TOKENS / mean))
-        regions_ = tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(o, checkpoint=policy) for o in r.options))
-                         if r.region.split(".")[-1].isdigit() else r for r in plan.regions)
-        workload = dataclasses.replace(plan.workload, global_batch=batch, local_batch=None)
-        small = dataclasses.replace(plan, local_batch=batch, accumulation=1, workload=workload, regions=regions_, fingerprints={})
-        found.setdefault((layer.kind, precision, policy), small)
+    for policy in POLICIES:
+        for plan in plans:
+            layer, precision = plan.model.sequences[0].layers[0], plan.regions[0].options[0].precision
+            if (layer.kind, precision, policy) in found or (precision == "fp32" and policy != "none"):
+                continue
+            mean = plan.workload.lengths[plan.model.sequences[0].name].mean()
+            batch = max(2, int(SMALL_TOKENS / mean))
+            regions_ = tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(o, checkpoint=policy) for o in r.options))
+                             if r.region.split(".")[-1].isdigit() else r for r in plan.regions)
+            workload = dataclasses.replace(plan.workload, global_batch=batch, local_batch=None)
+            found[layer.kind, precision, policy] = dataclasses.replace(plan, local_batch=batch, accumulation=1, workload=workload, regions=regions_,
+                                                                       fingerprints={})
     return list(found.values())
 
 
@@ -398,10 +450,18 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
     """Everything above, with the host's constants under the calibration that the other samples make."""
     from runtime.microbench.__main__ import environment
 
+    begin = time.perf_counter()
     plans = [alone(plan) for plan in plans]
-    found, own = environment(device), device_samples(plans, device, budget=budget, report=report)
+    if device.type == "cuda":
+        report(f"kernels compiled by {warm.compile_ahead(plans)} processes: {time.perf_counter() - begin:.0f} s")
+    found, left = environment(device), budget - (time.perf_counter() - begin)
+    own = device_samples(plans, device, budget=DEVICE_SHARE * left, report=report)
     datasheet = plans[0].cluster.device
     first = fit(dataclasses.replace(found, device_name=datasheet.name), own, device=datasheet)
-    own += host_samples(first, small_plans(plans), device)
-    report(f"{len(own)} samples with those of the host")
+    own += host_samples(first, small_plans(plans), device, until=begin + budget - ALLOCATOR_SECONDS)
+    report(f"{len(own)} samples with those of the host, {time.perf_counter() - begin:.0f} s")
+    if device.type == "cuda":
+        ragged = [p for p in plans if np.ptp(p.workload.lengths[p.model.sequences[0].name].pmf()[0]) > 0]
+        own += allocator_samples(ragged[:ALLOCATOR_RUNS], device)
+    report(f"{len(own)} samples, {time.perf_counter() - begin:.0f} s")
     return found, own

@@ -58,7 +58,7 @@ def requests(plans: list[Plan], *, points: float = 1.0, seed: int = 0, gpu: bool
     for key in sorted(grouped):
         first = _distinct(grouped[key])
         count = round(points * SPREAD_POINTS.get(key[0], 12))
-        spread = _attention_spread(first, count, rng) if key[0] == "attention" else _spread(first, count, seed)
+        spread = _attention_spread(first, count, rng, gpu) if key[0] == "attention" else _spread(first, count, seed)
         wanted, turn = _fitting(_distinct([*first, *spread]), gpu), POINTS_PER_TURN.get(key[0], 1)
         queues.append([wanted[i : i + turn] for i in range(0, len(wanted), turn)])
     return [r for turn in itertools.zip_longest(*queues, fillvalue=[]) for some in turn for r in some]
@@ -180,8 +180,8 @@ def _legal(kind: str, features: dict[str, float]) -> dict[str, float]:
     return features
 
 
-def _attention_spread(own: list[Request], count: int, rng: np.random.Generator) -> list[Request]:
-    """Other batches, lengths, heads and head widths around the plans' own."""
+def _attention_spread(own: list[Request], count: int, rng: np.random.Generator, gpu: bool) -> list[Request]:
+    """Other batches, lengths, heads and head widths around the plans' own; on a GPU their own widths, each of which has kernels to be compiled."""
     found = []
     base = [dict(r.op.features) for r in own]
     longest = max(f["longest"] for f in base)
@@ -194,7 +194,7 @@ def _attention_spread(own: list[Request], count: int, rng: np.random.Generator) 
         shape = {"median": max(1.0, maximum / 3), "sigma": 0.8} if kind == "lognormal" else {}
         lengths = Lengths(kind=kind, maximum=maximum, **shape).sample(rng, samples)
         heads = max(1, int(features["heads"] * 2.0 ** rng.integers(-1, 2)))
-        head_dim = max(8, int(features["head_dim"] * 2.0 ** rng.integers(-1, 2)))
+        head_dim = int(features["head_dim"]) if gpu else max(8, int(features["head_dim"] * 2.0 ** rng.integers(-1, 2)))
         options = dict(template.options)
         one = op("attention", variant=template.op.variant, dtype=template.op.dtype, tokens=attention_rows(lengths, options),
                  longest=float(lengths.max()), pairs=executed_pairs(lengths, options), heads=heads, head_dim=head_dim)

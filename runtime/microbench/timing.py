@@ -125,6 +125,8 @@ def _measure_cpu(runs: list[Run], seconds: float, cold: bool, evicted: bool) -> 
 _HOLD_FACTOR, _HOLD_EXTRA = 1.3, 40e-6
 _CYCLES_PER_SECOND = 1.98e9  # of an H200 at its highest clock; a lower clock holds longer
 _CALLS_PER_RUN = 8
+# Device times repeat to a few thousandths.
+_CUDA_REPEATS = 3
 # Bytes that the states of one run of calls may take together, and launches that the stream's queue takes without blocking the host.
 _STATE_BYTES = 24e9
 
@@ -148,7 +150,7 @@ def _measure_cuda(runs: list[Run], seconds: float) -> Timing:
     device_times: list[float] = []
     host_times: list[float] = []
     end = time.perf_counter() + seconds
-    while len(device_times) < MAX_REPEATS and (time.perf_counter() < end or len(device_times) < MIN_REPEATS):
+    while len(device_times) < MAX_REPEATS and (time.perf_counter() < end or len(device_times) < _CUDA_REPEATS):
         device_seconds, host = _one_cuda_run(runs, calls, held=_HOLD_FACTOR * host * calls + _HOLD_EXTRA)
         device_times.append(device_seconds)
         host_times.append(host)

@@ -99,6 +99,19 @@ def test_recomputation_is_what_the_timed_backward_takes_beyond_the_plain_one(pol
     assert plain.host_seconds + again.host_seconds == pytest.approx(1e-5 * (2 * len(ops) + forward), rel=1e-6)
 
 
+def test_a_timed_block_needs_no_curves_of_its_ops():
+    """The roofline stands below its correction then; the block is as well known as it was measured."""
+    plan = one_gpu()
+    region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)
+    whole = calibrated(plan, "full", slower=1.25, host=2.0)
+    block = Sample(op=BLOCK_PREFIX + region.block.kind, phase=FORWARD, features=block_features(region.block, batch), dtype="bf16", seconds=7e-3,
+                   host_seconds=3e-3)
+    other = Sample(op="adamw", phase="step", features={"parameters": 1e6, "tensors": 4.0}, seconds=1e-4)
+    cost = Pricer(plan, fit(whole.environment, [block, other], device=H200)).block(region.block, batch, "bf16", FORWARD)
+    assert (cost.seconds, cost.host_seconds) == (pytest.approx(7e-3), pytest.approx(3e-3))
+    assert cost.source == "interpolated" and not any(curve.startswith("roofline") for curve, *_ in cost.parts)
+
+
 def test_without_a_timed_policy_recomputation_is_the_sum_of_its_ops():
     plan = one_gpu(checkpoint="full")
     region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)

@@ -2,12 +2,16 @@ import dataclasses
 
 import pytest
 
+from costmodel.calibration import Calibration
+from costmodel.gpu import block_key
 from costmodel.lower import batch_shape
-from costmodel.memory import ALLOCATOR_OVERHEAD, CATEGORIES, CONTEXT_BYTES, memory
+from costmodel.memory import ALLOCATOR_OVERHEAD, CATEGORIES, CONTEXT_BYTES, memory, option_memory
 from costmodel.model import TableGroup
 from costmodel.plan import Layout, RegionOption, RegionPlan
-from costmodel.regions import num_dense_parameters
+from costmodel.regions import num_dense_parameters, regions
+from costmodel.samples import Environment
 from costmodel.sparse import expected_unique, table_loads
+from costmodel.workload import Lengths
 
 
 def of(plan, calibration=None):
@@ -143,3 +147,30 @@ def test_layouts_whose_products_differ_are_refused():
         Layout(fsdp=8, sparse_group=8, sparse_replicas=8)
     with pytest.raises(ValueError, match="ep 3 must divide fsdp 8"):
         Layout(fsdp=8, sparse_group=8, ep=3)
+
+
+def test_the_peak_is_that_of_the_run_s_largest_micro_batch(make_plan, h200):
+    """Histories vary, so over more steps a larger micro-batch comes by; histories of one length never differ."""
+    plan = make_plan(device=h200, ranks=1)
+    peaks = [of(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, num_steps=n))).peak.value for n in (1, 10, 1000)]
+    assert peaks[0] < peaks[1] < peaks[2]
+    fixed = {name: Lengths(kind="fixed", maximum=20) for name in plan.workload.lengths}
+    even = [of(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, num_steps=n, lengths=fixed))).peak.value for n in (1, 1000)]
+    assert even[0] == even[1]
+    assert of(dataclasses.replace(plan, batching="padded")).peak.value == pytest.approx(
+        of(dataclasses.replace(plan, batching="padded", workload=dataclasses.replace(plan.workload, num_steps=1))).peak.value)
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_measured_workspace_replaces_the_formula_s(make_plan, h200, policy):
+    plan = make_plan(device=h200, ranks=1)
+    (region, *_) = [r for r in regions(plan.model) if r.name.split(".")[-1].isdigit()]
+    batch, key = batch_shape(plan), f"workspace/{block_key(region.block.kind, 'bf16', policy)}"
+    calibration = Calibration(environment=Environment(device_name=h200.name, device_kind="cuda"), device=h200, curves=())
+    plain = option_memory(region, batch, precision="bf16", checkpoint=policy, fsdp=1, calibration=calibration)
+    for ratio in (1.0, 0.7):
+        known = dataclasses.replace(calibration, constants={key: ratio})
+        found = option_memory(region, batch, precision="bf16", checkpoint=policy, fsdp=1, calibration=known)
+        own = found.workspace + found.whole - found.saved
+        assert own == pytest.approx(ratio * (plain.workspace + plain.whole - plain.saved))
+        assert (found.saved, found.unsharded) == (plain.saved, plain.unsharded)

@@ -12,7 +12,7 @@ from costmodel.blocks.measured import measured_block_ops
 from costmodel.cluster import Cluster, Device
 from costmodel.plan import Layout, Plan
 from runtime.data import open_source
-from runtime.microbench import gpu
+from runtime.microbench import gpu, warm
 from runtime.microbench.requests import requests
 
 CPU = torch.device("cpu")
@@ -72,9 +72,31 @@ def test_a_negative_rest_becomes_a_scale_alone():
 
 
 def test_small_plans_cover_kind_precision_and_policy_once(plan):
-    plans = gpu.small_plans([plan, plan, plan, plan])
-    assert len(plans) == 2 and {r.options[0].checkpoint for p in plans for r in p.regions if r.region == "history.0"} == {"none", "selective"}
+    wide = dataclasses.replace(plan, regions=tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(o, precision="fp32") for o in r.options))
+                                                   for r in plan.regions))
+    plans = gpu.small_plans([plan, wide, plan])
+    found = [(p.regions[0].options[0].precision, r.options[0].checkpoint) for p in plans for r in p.regions if r.region == "history.0"]
+    assert sorted(found) == [("bf16", "full"), ("bf16", "none"), ("bf16", "selective"), ("fp32", "none")]
     assert all(p.local_batch * p.workload.lengths["history"].mean() <= gpu.SMALL_TOKENS for p in plans)
+
+
+def test_every_timed_optimizer_step_has_gradients(plan, monkeypatch):
+    given = []
+    build = gpu.build_dense_optimizer
+
+    def watched(parameters, **options):
+        parameters = list(parameters)
+        optimizer = build(parameters, **options)
+        optimizer.register_step_pre_hook(lambda *_: given.append(sum(p.grad is not None for p in parameters)))
+        return optimizer
+
+    monkeypatch.setattr(gpu, "build_dense_optimizer", watched)
+    features = gpu.optimizer_sample(plan, CPU, seconds=0.0).features
+    assert given and set(given) == {features["tensors"]}
+
+
+def test_kernels_are_compiled_by_running_every_block_and_table(plan):
+    assert warm.run_blocks(plan, CPU) == 2 * 6  # input, layer, summary, bottom, interaction and heads on batches of two sizes
 
 
 def test_a_plan_of_many_ranks_is_timed_on_one(plan):
