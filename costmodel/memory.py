@@ -25,9 +25,9 @@ experts, sharded over fsdp / ep ranks.
     optimizer   = parameters + gradients + optimizer + tables + table_state + input
     reserved    = allocated x (1 + allocator slack) + context;  a plan fits when reserved <= limit
 
-The peak is that of the largest micro-batch: on a GPU activations are those of the most events that a micro-batch of the run is expected to have
-(`costmodel.imbalance.expected_maximum` over steps, micro-batches and ranks), while categories are those of a typical one. What backward of a block
-needs beside what is saved is the formula times the ratio that the calibration measured (`workspace/<kind>@<dtype>[:<policy>]`).
+All that depends on a micro-batch is that of the largest one on a GPU, where the workload says how many steps there are: of the most events that one is
+expected to have (`costmodel.imbalance.expected_maximum` over steps, micro-batches and ranks). What backward of a block needs beside what is saved is
+the formula times the ratio that the calibration measured (`workspace/<kind>@<dtype>[:<policy>]`).
 
 On a CPU there is no caching allocator and no context: allocated = reserved, tracked tensors only.
 """
@@ -58,8 +58,6 @@ INPUT_BATCHES = 2
 CONTEXT_BYTES = 0.9e9
 # Slack of the caching allocator over the peak that tensors need [Assumed where not measured].
 ALLOCATOR_OVERHEAD = 0.08
-# Steps of a run whose workload does not say [Assumed]: over them the largest micro-batch is expected.
-STEPS = 1000
 # Buffers of one NCCL communicator [Assumed: 32 channels x 8.4 MB, send and receive]; dense, sparse group and replicas have one each.
 COMMUNICATOR_BYTES = 0.27e9
 # Workspaces that cuBLAS keeps for the forward and for the backward thread [Assumed where not measured: 32 MiB each on Hopper].
@@ -123,10 +121,10 @@ def _largest_factor(lengths: Lengths, samples: int, count: int) -> float:
 
 
 def largest_batch(plan: Plan, batch: BatchShape) -> BatchShape:
-    """The micro-batch of the most events in a run, of `batch` for one rank; padded batches are all alike."""
-    if plan.cluster.device.kind != "gpu" or plan.batching == "padded":
+    """The micro-batch of the most events in a run of so many steps, of `batch` for one rank; padded batches are all alike."""
+    if plan.cluster.device.kind != "gpu" or plan.batching == "padded" or plan.workload.num_steps is None:
         return batch
-    count = (plan.workload.num_steps or STEPS) * plan.accumulation * plan.layout.world_size
+    count = plan.workload.num_steps * plan.accumulation * plan.layout.world_size
     shapes = {}
     for name, shape in batch.sequences.items():
         factor = max(1.0, _largest_factor(plan.workload.lengths[name], plan.local_batch, count) / shape.token_factor)
@@ -153,8 +151,8 @@ def block_memories(plan: Plan, batch: BatchShape, calibration: Calibration | Non
 
 def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibration | None) -> Memory:
     """Memory of the fullest rank; formulas in the module docstring."""
+    batch = largest_batch(plan, batch)
     blocks = block_memories(plan, batch, calibration)
-    largest = largest_batch(plan, batch)
     parameters = sum(b.sharded for b in blocks)
     cached = loads.weights if loads.fetched is None else loads.weights + loads.fetched.max(axis=0)
     tables, state = float(cached.max(initial=0.0)), float(loads.state.max(initial=0.0))
@@ -167,7 +165,7 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * communicators(plan.layout) + _library_bytes(calibration) if gpu else 0.0)
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
     embeddings = embedding_bytes(plan, batch)
-    dense, phase = _dense_peak(blocks if largest is batch else block_memories(plan, largest, calibration), embedding_bytes(plan, largest), plan)
+    dense, phase = _dense_peak(blocks, embeddings, plan)
     peaks = {phase: resting + dense, "optimizer": resting + parameters, "sparse": resting + in_flight}
     peak_phase = max(peaks, key=lambda name: peaks[name])
     peak = peaks[peak_phase]

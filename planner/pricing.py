@@ -19,7 +19,7 @@ from costmodel.calibration import Calibration
 from costmodel.comms import GroupShape, Network, layout_groups, network
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, batch_shape, lower
-from costmodel.memory import BlockMemory, Memory, keeps_unsharded, memory, option_memory, reserving
+from costmodel.memory import BlockMemory, Memory, keeps_unsharded, largest_batch, memory, option_memory, reserving
 from costmodel.model import DTYPE_BYTES, TableGroup
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.precision import emulated
@@ -172,7 +172,8 @@ class Pricing:
         factors, slow = self.slowest(plan)
         batch = batch_shape(plan, factors)
         durations = self.durations(plan)
-        memories = {r.name: self.memories(r, batch, plan.layout.fsdp) for r in regions(scenario.model, plan.layout)}
+        largest = largest_batch(plan, batch)
+        memories = {r.name: self.memories(r, largest, plan.layout.fsdp) for r in regions(scenario.model, plan.layout)}
         rows, kept = [], {}
         key = self.duration_key(plan)
         for r in regions(scenario.model):
