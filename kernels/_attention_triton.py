@@ -7,7 +7,8 @@ Paths of the backward, all without atomics across programs, so that results repe
     few            few queries (max_q <= 64): one pass over the keys per (sequence, head)                       5 products
     hopper_owner   one program per (sequence, K/V head), `_attention_hopper_bwd`                                5 products
     hopper_split   few or very uneven sequences: a program per block of keys, then `queries_kernel` for dQ      7 products, even work
-    split          the same in Triton: bias, float32, head dims other than 64 and 128, other GPUs               7 products
+    wide           heads of 256: dV, dK and dQ one after the other, `_attention_wide`                            8 products
+    split          the same in Triton: bias, float32, head dims below 64, other GPUs                             7 products
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from kernels import _attention_kernels as kernel
 from kernels._tiles import longest_first, tile_map, zero_unowned
 
 SPLIT_IS_FASTER = {("softmax", 1024)}  # [Measured H200, D=128] 289 against the owner's 270 TFLOPS; no other bucket was compared
-PATHS = ("few", "hopper_owner", "hopper_split", "split")
+PATHS = ("few", "hopper_owner", "hopper_split", "wide", "split")
 TABLE_COPIES = 32  # bias-table gradients are added in so many copies, which divides the atomics' contention, then summed
 
 
@@ -64,6 +65,11 @@ def queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kin
     if head_dim == 256:
         return Tiles(m=64, n=64, warps=8, stages=1)
     return Tiles(m=128, n=64, warps=8, stages=2)
+
+
+# [Compiled for sm_90, Triton 3.6] heads of 256, 8 warps: none of these spills; 64 queries of dK in two stages would need 256 KiB of shared memory
+WIDE_TILES = {"values": Tiles(m=64, n=128, warps=8, stages=2, split=False), "keys": Tiles(m=64, n=128, warps=8, stages=1, split=False),
+              "queries": Tiles(m=128, n=32, warps=8, stages=2)}  # fmt: skip
 
 
 def few_queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
@@ -124,10 +130,13 @@ def backward(
         _hopper_launch.backward(grad, q, k, v, lse, delta, dq, dk, dv, offsets, options, owner=path == "hopper_owner")
     elif path == "few":
         _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles)
+    elif path == "wide":
+        for which, target in (("values", dv), ("keys", dk)):
+            _wide_keys(grad, q, k, v, lse, delta, target, offsets, options, tiles or WIDE_TILES[which], values=which == "values")
     else:
         _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, tables, options, maxima, tiles)
-    if path in ("split", "hopper_split"):
-        _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima)
+    if path in ("split", "hopper_split", "wide"):
+        _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima, (tiles or WIDE_TILES["queries"]) if path == "wide" else None)
     return dq, dk, dv, *(None if t is None else (t.sum(0) / options.divisor).to(b.dtype) for t, b in zip(tables, bias[:2], strict=True))
 
 
@@ -143,7 +152,8 @@ def backward_path(grad, q, k, v, offsets, bias, options, max_q: int, max_k: int)
 
     num_sequences = offsets[0].shape[0] - 1
     if not _hopper_launch.fits((q, k, v, grad), num_sequences, bias, options):
-        return "split"
+        wide = q.shape[2] == 256 and q.dtype != torch.float32 and bias[0] is None and bias[1] is None
+        return "wide" if wide else "split"
     if (options.kind, _bucket(max_k)) in SPLIT_IS_FASTER:
         return "hopper_split"
     per_sm = k.shape[1] * q.shape[0] * k.shape[0] / num_sequences / _hopper_launch.num_programs(q.device)
@@ -172,8 +182,21 @@ def _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, tables, options, max
     )  # fmt: skip
 
 
-def _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima):
-    tiles = queries_tiles(q.dtype, q.shape[2], *maxima, options.kind)
+def _wide_keys(grad, q, k, v, lse, delta, target, offsets, options, tiles: Tiles, *, values: bool):
+    from kernels._attention_wide import wide_keys_kernel
+
+    slots = tile_map(offsets[1], k.shape[0], tiles.n)
+    scale, dq_scale, dv_scale = _backward_scales(options)
+    meta = {name: value for name, value in _meta(q, (None,) * 4, options).items() if name not in ("POSITION", "TIME")}
+    wide_keys_kernel[(slots.shape[0] * k.shape[1],)](
+        grad, q, k, v, lse, delta, target, *offsets, slots, *_strides(grad, q, k, v), q.shape[0], q.shape[1], q.shape[1] // k.shape[1],
+        options.window, scale, dv_scale if values else dq_scale, VALUES=values, **meta,
+        M=tiles.m, N=tiles.n, D=q.shape[2], SPLIT=tiles.split, STAGES=tiles.stages, num_warps=tiles.warps,
+    )  # fmt: skip
+
+
+def _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima, tiles: Tiles | None = None):
+    tiles = tiles or queries_tiles(q.dtype, q.shape[2], *maxima, options.kind)
     slots = tile_map(offsets[0], q.shape[0], tiles.m)
     scale, dq_scale, _ = _backward_scales(options)
     kernel.queries_kernel[(slots.shape[0] * q.shape[1],)](

@@ -66,6 +66,9 @@ def main() -> int:
     check_attention("gelu", True, 0, "few", split=True)
     check_attention("relu", True, 15, "split", split=True, bias=bias)
     check_attention("softmax", False, 0, "split", split=False, bias=bias)
+    check_attention("silu", True, 0, "wide", split=False)
+    check_attention("softmax", True, 15, "wide", split=True)
+    check_attention("gelu", False, 0, "wide", split=True)
     check_blocks()
     return 0
 
