@@ -5,10 +5,11 @@ import sys
 import _interpreter  # noqa: F401 (must come before any kernel)
 import torch
 
-from kernels import _attention_cpu, _attention_triton, _block_triton
+from kernels import _attention_cpu, _attention_triton, _block_triton, _fp8_attention_triton
 from kernels._attention_cpu import AttentionOptions
 from kernels._attention_triton import Tiles
 from kernels.block_attention import _cpu_forward, block_edges
+from kernels.fp8_attention import fp8_attention_forward
 
 # empty rows, empty keys, length 1, more queries than keys, several tiles; offsets begin above 0 and end below the rows
 Q_LENGTHS, K_LENGTHS = [3, 0, 1, 40, 20, 0, 33], [3, 4, 0, 9, 40, 0, 33]
@@ -57,6 +58,20 @@ def check_blocks() -> None:
     _compare("block backward", _block_triton.backward(grad, q, k, v, edges, 32, True, 0.3), truth)
 
 
+def check_fp8(kind: str, causal: bool) -> None:
+    """Quantised queries and keys bit by bit; outputs as near as rounded weights allow (the CPU path does not round them)."""
+    q, k, v, _, edges = _inputs(kv_heads=1)
+    options = AttentionOptions(kind=kind, causal=causal, window=0, scale=0.3, divisor=1.0 if kind == "softmax" else 7.0)
+    out, lse, *quantised = _fp8_attention_triton.forward(q, k, v, edges, options)
+    true_out, true_lse, *true_quantised = fp8_attention_forward(q, k, v, *edges, 40, 40, kind, causal, 0.3, options.divisor)
+    error = float((out - true_out).norm() / true_out.norm())
+    assert error < 0.03, f"fp8 {kind}: off by {error}"
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(quantised, true_quantised, strict=True)), f"fp8 {kind}: other codes or scales"
+    if kind == "softmax":
+        rows = slice(2, int(edges[0][-1]))
+        _compare("fp8 log-sum-exp", (lse[:, rows],), (true_lse[:, rows],))
+
+
 def main() -> int:
     q, k, _, _, _ = _inputs(kv_heads=1)
     times = (torch.randint(0, 60, (q.shape[0],)), torch.randint(0, 60, (k.shape[0],)))
@@ -70,6 +85,8 @@ def main() -> int:
     check_attention("softmax", True, 15, "wide", split=True)
     check_attention("gelu", False, 0, "wide", split=True)
     check_blocks()
+    check_fp8("softmax", True)
+    check_fp8("silu", False)
     return 0
 
 

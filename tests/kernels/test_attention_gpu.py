@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.reference import block_attention_reference
+from kernels.reference import attention_reference, block_attention_reference
 from tests.kernels._attention_cases import KINDS, Case, assert_matches, offsets, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -144,6 +144,24 @@ def test_block_attention(block, causal):
     assert relative_error(out, truth) < BF16
     for value, expected in zip(case.gradients(out), case.gradients(truth), strict=True):
         assert relative_error(value, expected) < BF16
+
+
+@pytest.mark.parametrize("kind", ["softmax", "gelu_fast"])
+@pytest.mark.parametrize(("causal", "head_dim", "kv_heads"), [(False, 128, 4), (True, 64, 2)])
+def test_fp8_attention(kind, causal, head_dim, kv_heads):
+    case = _case(head_dim=head_dim, kv_heads=kv_heads, spare=3)
+    with torch.no_grad():
+        for x in (case.q, case.k, case.v):
+            x[:3] = x[-3:] = torch.nan
+    maxima = {"max_q": case.max_q, "max_k": case.max_k}
+    options = {"kind": kind, "causal": causal, "divisor": 1.0 if kind == "softmax" else 7.0}
+    out = kernels.fp8_attention(case.q, case.k, case.v, case.q_offsets, case.k_offsets, **maxima, **options)
+    double = (x.nan_to_num().double() for x in (case.q, case.k, case.v))
+    truth = attention_reference(*double, case.q_offsets, case.k_offsets, **options)
+    assert relative_error(out, truth) < 0.06
+    own = [slice(int(x[0]), int(x[-1])) for x in (case.q_offsets, case.k_offsets, case.k_offsets)]
+    for value, expected, rows in zip(case.gradients(out), case.gradients(truth), own, strict=True):
+        assert relative_error(value[rows], expected[rows]) < 0.08
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0], [1], [0, 5, 0]])
