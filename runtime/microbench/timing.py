@@ -123,7 +123,7 @@ def _measure_cpu(runs: list[Run], seconds: float, cold: bool, evicted: bool) -> 
 
 # The stream is held back for so much longer than the host needs to enqueue a run of calls.
 _HOLD_FACTOR, _HOLD_EXTRA = 1.3, 40e-6
-_CYCLES_PER_SECOND = 1.98e9  # of an H200 at its highest clock; a lower clock holds longer
+CYCLES_PER_SECOND = 1.98e9  # of an H200 at its highest clock; a lower clock holds longer
 _CALLS_PER_RUN = 8
 # Device times repeat to a few thousandths.
 _CUDA_REPEATS = 3
@@ -164,7 +164,7 @@ def _one_cuda_run(runs: list[Run], calls: int, *, held: float) -> tuple[float, f
     states = [(one, one.prepare()) for one in (runs[i % len(runs)] for i in range(calls))]
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(held * _CYCLES_PER_SECOND))
+    torch.cuda._sleep(int(held * CYCLES_PER_SECOND))
     begin.record()
     start = time.perf_counter()
     for one, state in states:

@@ -1,0 +1,173 @@
+"""Several GPUs of one host: calibrate the collectives, predict plans of every layout, run them, score the predictions.
+
+    python -m benchmarks.multi_gpu --stage all --work W --resume --seconds 120
+    python -m benchmarks.multi_gpu --stage predict --work W --calibration h200.json      where there is no GPU
+    python -m benchmarks.multi_gpu --stage run --work W --seconds 60                     where there are; what has no result yet
+
+`calibrate` is one launch of torchrun and writes W/collectives.jsonl, W/ops-RANK.jsonl and W/beside.json; `predict` fits them together with
+W/samples.jsonl (one GPU's, of `benchmarks.fidelity --stage calibrate`) into W/calibration.json, unless --calibration is given, asks the planner for
+its first and second choice, and writes every plan with its prediction; `run` is one launch that trains them all (`benchmarks.multi_gpu_ranks`);
+`report` writes docs/results/multi-gpu.{md,json}. A plan that has a result keeps its prediction.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from benchmarks import multi_gpu_report
+from benchmarks import multi_gpu_space as space
+from costmodel import launch
+from costmodel.calibration import Calibration, fit
+from costmodel.calibration import load as load_calibration
+from costmodel.cluster import Cluster
+from costmodel.codec import encode
+from costmodel.estimate import estimate
+from costmodel.plan import Plan
+from costmodel.samples import Environment, Sample, read_samples
+
+RANKS = 2
+# NVLink multicast stays off: a program that uses it can put GPUs out of service that others share.
+SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+COLLECTIVE_TIMEOUT = 45.0
+# Seconds that a launch needs beside the time that it is given; the least with which one is begun.
+STARTING, LEAST = 25.0, 20.0
+SEARCH_SECONDS = 20.0
+
+
+def calibrate(work: Path, device: str, cluster: Cluster, *, seconds: float) -> None:
+    """One launch; see `multi_gpu_ranks.calibrate`."""
+    (work / "subjects").mkdir(parents=True, exist_ok=True)
+    for i, plan in enumerate(space.calibration_plans(device)):
+        plan.save(work / "subjects" / f"{i}.json")
+    code = start("calibrate", work, device, cluster, until=time.time() + seconds)
+    if not (work / "collectives.jsonl").exists():
+        raise SystemExit(f"the calibration failed with {code}; see {work / 'calibrate.log'}")
+
+
+def refit(work: Path, cluster: Cluster) -> Calibration:
+    """One calibration of all samples in `work`: those of one GPU, the ranks' own shapes, the collectives. Of a shape measured twice, the later."""
+    environment: Environment | None = None
+    found: dict[tuple, Sample] = {}
+    for path in [work / "samples.jsonl", *sorted(work.glob("ops-*.jsonl")), work / "collectives.jsonl"]:
+        if path.exists():
+            own, samples = read_samples(path)
+            environment = environment or own
+            for i, s in enumerate(samples):
+                key = (s.op, s.variant, s.phase, s.dtype, s.active_ranks, tuple(sorted(s.features.items())), s.held_out)
+                found[(*key, path.name, i) if not s.features else key] = s  # constants are collected, their median counts
+    if environment is None:
+        raise SystemExit(f"{work}: no samples; --stage calibrate first, or --calibration FILE")
+    calibration = fit(dataclasses.replace(environment, device_name=cluster.device.name), found.values(), device=cluster.device)
+    calibration.save(work / "calibration.json")
+    return calibration
+
+
+def without_loader(calibration: Calibration) -> Calibration:
+    """For steps whose batches were built beforehand: the loader's thread has nothing to do."""
+    return dataclasses.replace(calibration, curves=tuple(c for c in calibration.curves if c.op != "input"))
+
+
+def predict(work: Path, device: str, calibration: Calibration, *, search_seconds: float = SEARCH_SECONDS) -> list[str]:
+    """Writes every plan that has no result with its prediction, and plans.json: their names, most wanted first."""
+    made = space.plans(device, RANKS)
+    known = without_loader(calibration)
+    for name, plan in (made | choices(device, known, seconds=search_seconds)).items():
+        folder = work / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "run.json").exists():
+            prints = {**plan.expected_fingerprints(), "calibration": calibration.fingerprint}
+            dataclasses.replace(plan, prediction=encode(estimate(plan, known)), fingerprints=prints).save(folder / "plan.json")
+    names = list(made)
+    at = names.index("full-ddp")
+    names[at:at] = multi_gpu_report.CHOICES
+    (work / "plans.json").write_text(json.dumps(names) + "\n")
+    return names
+
+
+def choices(device: str, calibration: Calibration, *, seconds: float) -> dict[str, Plan]:
+    """The planner's first choice for `full` and the next one of another layout or options, in the formats that both devices have."""
+    from planner.search import search
+
+    asked = space.scenario("full", device, RANKS)
+    formats = tuple(f for f in ("fp8_row", "fp8_tensor", "fp8_block", "mxfp8", *(("bf16",) if device == "cpu" else ())))
+    pins = dataclasses.replace(asked.pins, exclude=dataclasses.replace(asked.pins.exclude, precision={"*": formats}))
+    found = search(dataclasses.replace(asked, pins=pins), calibration=calibration, time_limit=seconds, top=2)
+    if not found.runners_up:  # the time limit was over: the best plan without what the best plan has most of
+        without = dataclasses.replace(pins.exclude, layouts=(*pins.exclude.layouts, {"fsdp": found.plan.layout.fsdp, "ep": found.plan.layout.ep}))
+        found = dataclasses.replace(found, runners_up=(search(dataclasses.replace(asked, pins=dataclasses.replace(pins, exclude=without)),
+                                                              calibration=calibration, time_limit=seconds, top=1).plan,))
+    return dict(zip(multi_gpu_report.CHOICES, (found.plan, found.runners_up[0])))
+
+
+def run(work: Path, device: str, cluster: Cluster, *, seconds: float) -> None:
+    """Launches until every plan has a result or the time is over; a launch after a failed plan continues behind it."""
+    until = time.time() + seconds
+    while time.time() + (LEAST if device == "cuda" else 0.0) < until:
+        before = len(list(work.glob("*/run.json")))
+        code = start("run", work, device, cluster, until=until)
+        if code == 0 or len(list(work.glob("*/run.json"))) + len(list(work.glob("*/started"))) == before:
+            return
+
+
+def start(stage: str, work: Path, device: str, cluster: Cluster, *, until: float) -> int:
+    """torchrun on all ranks; its output goes to W/STAGE.log and here."""
+    arguments = [stage, "--work", str(work), "--device", device, "--until", str(until)]
+    command = launch.torchrun_command("benchmarks.multi_gpu_ranks", arguments, ranks_per_host=RANKS)
+    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **launch.environment(cluster), **SAFE,
+                 "PLANNER_COLLECTIVE_TIMEOUT": str(COLLECTIVE_TIMEOUT if device == "cuda" else 120)}
+    with (work / f"{stage}.log").open("a") as log, subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                                                    text=True) as child:
+        watch = threading.Timer(until + STARTING - time.time(), child.terminate)  # torchrun ends its ranks and then itself
+        watch.start()
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                log.write(line)
+                log.flush()
+                print(line, end="", flush=True)
+            return child.wait()
+        except BaseException:
+            child.terminate()
+            raise
+        finally:
+            watch.cancel()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.multi_gpu", description=__doc__.split("\n")[0])
+    parser.add_argument("--stage", choices=("all", "calibrate", "fit", "predict", "run", "report"), default="all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: the same on gloo with models of a test's size")
+    parser.add_argument("--work", type=Path, help="folder for samples, plans and runs (default: out/multi-gpu-DEVICE)")
+    parser.add_argument("--calibration", type=Path, help="predict with this one (default: what W's samples give)")
+    parser.add_argument("--resume", action="store_true", help="keep what the work folder holds")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each launch: nothing new begins after so long")
+    parser.add_argument("--search-seconds", type=float, default=SEARCH_SECONDS, help="of each search for the planner's choices")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    options = parser.parse_args(arguments)
+    work, stage, device = options.work or Path("out") / f"multi-gpu-{options.device}", options.stage, options.device
+    if stage == "all" and not options.resume and work.exists() and any(work.iterdir()):
+        raise SystemExit(f"{work} is not empty; --resume continues there, another --work starts afresh")
+    work.mkdir(parents=True, exist_ok=True)
+    cluster = space.scenario("full", device, RANKS).cluster
+    if stage == "calibrate" or (stage == "all" and not (work / "collectives.jsonl").exists()):
+        calibrate(work, device, cluster, seconds=options.seconds)
+    if stage in ("all", "fit", "predict"):
+        calibration = load_calibration(options.calibration) if options.calibration is not None else refit(work, cluster)
+    if stage in ("all", "predict"):
+        predict(work, device, calibration, search_seconds=options.search_seconds)
+    if stage in ("all", "run"):
+        run(work, device, cluster, seconds=options.seconds)
+    if stage in ("all", "report"):
+        print(multi_gpu_report.report(work, device, out=options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

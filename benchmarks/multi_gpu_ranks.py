@@ -1,0 +1,369 @@
+"""What each rank of `benchmarks.multi_gpu` does, under torchrun: `calibrate` times everything, `run` trains plan after plan in one process.
+
+    calibrate   ops of a rank's own share of the subjects on its own device (before the ranks know each other), collectives, what FSDP2 and the sparse
+                exchange do around them, contention, copies from the host, an all-gather by the copy engines
+    run         plans of one rank, dealt to the ranks; then those of all ranks, in the order of plans.json
+
+Rank 0 says which plan is next, so all ranks stop at the same one when the time is over. A plan that fails on every rank is recorded; communicators
+may then be in any state, so the job ends with `AGAIN` and is started anew, as it is when a plan fails on some ranks only and the others' collectives
+time out.
+
+A plan's batches are built before its first step and repeated: device, host and links are scored here, the loader is elsewhere
+(`benchmarks.fidelity`). The last `TRACED` steps run under the profiler and are in no other figure.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.fidelity_gpu import _empty
+from costmodel.codec import content_hash, encode
+from costmodel.plan import Layout, Plan
+from costmodel.runresult import PHASES
+from costmodel.samples import CONSTANT_PREFIX, Sample, write_samples
+from runtime import mesh
+from runtime.batch import Batch
+from runtime.data import open_source
+from runtime.microbench import collectives, contention, exchange, gpu, peercopy
+from runtime.microbench.__main__ import Session, environment
+from runtime.trainer import WARMUP_STEPS, Trainer
+
+# Seconds of measured steps that a run aims at, its bounds [steps], different batches that it repeats, traced steps.
+RUN_SECONDS, MIN_STEPS, MAX_STEPS, BATCHES, TRACED = 0.8, 8, 60, 3, 3
+SETTLING = 2  # steps after the warm-up that no figure holds
+AGAIN = 75
+# Of a rank's own ops: seconds in all and a point; of peer copies, before they are given up.
+OP_SECONDS, POINT_SECONDS, PEER_SECONDS = 36.0, 0.02, 25.0
+STACKS_EVERY = 40
+
+
+# --- calibrate ---
+
+
+class Calibrating:
+    """Samples of this job, written by rank 0 after every part."""
+
+    def __init__(self, work: Path, meshes: mesh.Meshes, device: torch.device) -> None:
+        self.work, self.meshes, self.session = work, meshes, Session(device, meshes, math.inf, 0.02)
+        self.notes: dict[str, Any] = {"beside": [], "copies": {}, "failed": {}}
+
+    def keep(self, timings: Iterator[tuple], *, variant: str = "", held_out: bool = False) -> None:
+        for kind, features, timing in timings:
+            self.session.keep(kind, "step", features, timing, variant=variant, held_out=held_out)
+
+    def beside(self, found: Iterator[contention.Beside], transport: str) -> None:
+        """The share of NCCL's own choice of CTAs, and of no CTA at all, become constants."""
+        for one in found:
+            self.notes["beside"].append(encode(one))
+            if one.ctas in (None, 0):
+                self.session.keep(f"{CONSTANT_PREFIX}collective_share", "step", {}, one.share, variant=f"{transport}/{one.kind}")
+
+    def part(self, name: str, run: Callable[[], None]) -> None:
+        """One part; what fails is noted and the next part begins. All ranks fail alike, or the job ends by its collectives' timeout."""
+        begin = time.perf_counter()
+        try:
+            run()
+        except Exception as error:  # an interface that this version of torch has not, say
+            self.notes["failed"][name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if self.meshes.rank == 0:
+            samples = [dataclasses.replace(s, active_ranks=1) for s in self.session.samples] if self._gpu else self.session.samples
+            write_samples(self.work / "collectives.jsonl", environment(self.session.device), samples)
+            (self.work / "beside.json").write_text(json.dumps(self.notes) + "\n")
+            _say(f"{name}: {time.perf_counter() - begin:.1f} s, {len(samples)} samples" + (
+                f"; failed: {self.notes['failed'][name]}" if name in self.notes["failed"] else ""))
+
+    @property
+    def _gpu(self) -> bool:
+        return self.session.device.type == "cuda"
+
+
+def calibrate(work: Path, device: torch.device, *, until: float) -> None:
+    """Everything that plans on several ranks are made of, into `work`."""
+    rank, world, cuda = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device.type == "cuda"
+    if cuda:
+        _own_ops(work, [Plan.load(p) for p in sorted((work / "subjects").glob("*.json"))][rank::world], device, rank,
+                 until=min(until, time.time() + OP_SECONDS))
+    mesh.start(device)
+    meshes = mesh.build_meshes(Layout(fsdp=world, sparse_group=world), device)
+    job = Calibrating(work, meshes, device)
+    job.part("collectives", lambda: job.keep(collectives.collective_timings(meshes, sizes=collectives.QUICK_SIZES, seconds=0.03)))
+    job.part("units", lambda: job.keep(collectives.unit_timings(meshes, repeats=12 if cuda else 4)))
+    job.part("shards", lambda: job.notes.update(shard_seconds=exchange.shard_seconds(meshes)))
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if cuda else ("all_gather",)
+    job.part("contention", lambda: job.beside(contention.beside_compute(meshes, repeats=5 if cuda else 1, kinds=kinds), "nccl" if cuda else "gloo"))
+    if cuda:
+        job.part("uneven", lambda: job.keep(collectives.uneven_timings(meshes), held_out=True))
+        job.part("copies", lambda: job.notes["copies"].update(contention.host_copies(meshes)))
+        job.part("CTAs", lambda: job.beside(contention.by_ctas(meshes), "nccl"))
+        watch = threading.Timer(PEER_SECONDS, lambda: os._exit(0))  # mapping a peer's memory may hang; everything else has been written
+        watch.daemon = True
+        watch.start()
+        job.part("peer copies", lambda: job.keep(peercopy.gather_timings(meshes), variant=peercopy.TRANSPORT))
+        job.part("peer copies beside compute", lambda: job.beside(peercopy.gather_beside(meshes), peercopy.TRANSPORT))
+        watch.cancel()
+    mesh.leave()
+
+
+def _own_ops(work: Path, plans: list[Plan], device: torch.device, rank: int, *, until: float) -> None:
+    """Blocks, tables and ops of this rank's subjects on its own device, as long as there is time."""
+    samples: list[Sample] = []
+    begin, share = time.time(), 0.55
+    for number, plan in enumerate(plans):
+        enough = begin + (until - begin) * share * (number + 1) / len(plans)
+        for sample in _shapes(plan, device):
+            samples.append(sample)
+            if time.time() > enough:
+                break
+        _empty(device)
+    samples += gpu.op_samples(plans, device, points=0.3, seconds=POINT_SECONDS / 2, until=time.perf_counter() + until - time.time())
+    write_samples(work / f"ops-{rank}.jsonl", environment(device), samples)
+    _empty(device)
+    _say(f"rank {rank}: {len(samples)} samples of its own ops, {time.time() - begin:.1f} s")
+
+
+def _shapes(plan: Plan, device: torch.device) -> Iterator[Sample]:
+    precision = plan.regions[0].options[0].precision
+    policies = gpu.POLICIES if precision == "bf16" else ("none",)
+    batch = gpu.batches(plan, np.random.default_rng(7))[0]
+    source = open_source(plan.model, plan.workload, seed=plan.seed)
+    yield gpu.optimizer_sample(plan, device, seconds=POINT_SECONDS)
+    yield from gpu.block_samples(plan, batch, device, precision=precision, policies=policies, seconds=POINT_SECONDS)
+    yield from exchange.exchange_samples(plan, source, plan.local_batch, device, seconds=POINT_SECONDS)
+    yield from gpu.sparse_samples(plan, source, plan.local_batch, device, seconds=POINT_SECONDS)
+
+
+# --- run ---
+
+
+def run(work: Path, device: torch.device, *, until: float) -> int:
+    """Plans without a result until the time is over; AGAIN where the job must be started anew for the rest."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    names = json.loads((work / "plans.json").read_text())
+    loaded = {name: Plan.load(work / name / "plan.json") for name in names}
+    waiting = [name for name in names if not (work / name / "run.json").exists()]
+    for name in waiting:
+        if (work / name / "started").exists():  # and did not end: the job before this one died of it
+            _record(work / name, {"failed": "the job ended inside this plan"}, rank)
+    waiting = [name for name in waiting if not (work / name / "started").exists()]
+    for name in [n for n in waiting if loaded[n].layout.world_size == 1][rank::world]:
+        if time.time() < until:
+            found = _attempt(loaded[name], device)
+            _record(work / name, found if "failed" in found else _together([found]), 0)
+    mesh.start(device)
+    group = mesh.background_group()
+    for name in (n for n in waiting if loaded[n].layout.world_size > 1):
+        go_on = [time.time() < until]
+        dist.broadcast_object_list(go_on, src=0, group=group)
+        if not go_on[0]:
+            _say(f"out of time before {name}", rank)
+            break
+        if rank == 0:
+            (work / name / "started").touch()
+        found = _attempt(loaded[name], device)
+        everyone: list[dict] = [{}] * world
+        dist.all_gather_object(everyone, found, group=group)
+        failed = [f"rank {r}: {one['failed']}" for r, one in enumerate(everyone) if "failed" in one]
+        _record(work / name, {"failed": "; ".join(failed)} if failed else _together(everyone), rank)
+        if failed and not (len(failed) == world and len({one["failed"] for one in everyone}) == 1 and "memory" not in failed[0]):
+            return AGAIN  # communicators may hold what a peer never answers
+    mesh.leave()
+    return 0
+
+
+def _record(folder: Path, found: dict[str, Any], rank: int) -> None:
+    if rank:
+        return
+    (folder / "run.json").write_text(json.dumps(found) + "\n")
+    (folder / "started").unlink(missing_ok=True)
+    if "failed" in found:
+        _say(f"{folder.name}: {found['failed']}")
+        return
+    predicted = Plan.load(folder / "plan.json").prediction["step_time"]["value"]
+    _say(f"{folder.name}: predicted {predicted * 1e3:.2f} ms, measured {found['step_s'] * 1e3:.2f} ms ({predicted / found['step_s'] - 1:+.1%}), "
+         f"{found['wall_s']:.1f} s")  # fmt: skip
+
+
+def _attempt(plan: Plan, device: torch.device) -> dict[str, Any]:
+    try:
+        return execute(plan, device)
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+    finally:
+        _empty(device)
+
+
+def execute(plan: Plan, device: torch.device) -> dict[str, Any]:
+    """Trains a few steps; this rank's figures. Seconds unless the name says bytes.
+
+    steps: phases of every measured step; host: the main thread's; losses: of every step from the first one on; trace: of the traced steps, what
+    `exposure` says and what the device did.
+    """
+    begin = time.perf_counter()
+    _empty(device)
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
+    trainer.loader.build = Repeated(trainer)  # type: ignore[method-assign]
+    ready = time.perf_counter() - begin
+    expected = plan.prediction["step_time"]["value"]
+    first = WARMUP_STEPS + SETTLING
+    trainer.train(first + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / expected))))
+    measured, _ = trainer.measured()
+    assert measured is not None
+    memory = {name: value for name, value in encode(measured.memory_bytes).items() if value is not None}
+    context = gpu.context_bytes() if cuda else None
+    steps, host = trainer.phases[first:], trainer.timer.host[first:]
+    traced = _traced(trainer) if cuda else None
+    found = {"steps": steps, "host": host, "losses": trainer.losses, "memory_bytes": memory, "context_bytes": context, "trace": traced,
+             "ready_s": ready}
+    del trainer
+    return {**found, "wall_s": time.perf_counter() - begin}
+
+
+_kept: dict[str, list[tuple[Batch, ...]]] = {}
+
+
+class Repeated:
+    """A trainer's loader that has built `BATCHES` steps beforehand and deals them again and again. Plans of the same batches share them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        plan, loader = trainer.plan, trainer.loader
+        key = content_hash((plan.model, plan.workload, plan.seed, plan.local_batch, plan.accumulation, plan.batching, plan.layout.world_size,
+                            trainer.meshes.rank, trainer.device.type))
+        if key not in _kept:
+            while len(_kept) > 3:  # page-locked memory
+                del _kept[next(iter(_kept))]
+            _kept[key] = [loader.build(step) for step in range(min(BATCHES, loader.num_steps))]
+        self.batches = _kept[key]
+
+    def __call__(self, step: int) -> tuple[Batch, ...]:
+        return self.batches[step % len(self.batches)]
+
+
+def _together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of all ranks' figures: phases are means over ranks, the step the median of what they sum to, memory the largest rank's."""
+    def mean(key: str) -> list[dict[str, float]]:
+        return [{name: statistics.fmean(phases[name] for phases in ranks) for name in PHASES} for ranks in zip(*(one[key] for one in everyone))]
+
+    def largest(values: list[float | None]) -> float | None:
+        return max((v for v in values if v is not None), default=None)
+
+    steps, host = mean("steps"), mean("host")
+    sums = [sum(step.values()) for step in steps]
+    memory = {name: largest([one["memory_bytes"].get(name) for one in everyone]) for name in everyone[0]["memory_bytes"]}
+    traces = [one["trace"] for one in everyone]
+    return {
+        "step_s": statistics.median(sums), "steps_s": sums, "losses": everyone[0]["losses"], "memory_bytes": memory,
+        "device_s": {name: statistics.median(step[name] for step in steps) for name in PHASES},
+        "host_s": {name: statistics.median(step[name] for step in host) for name in PHASES},
+        "exposed_s": statistics.fmean(t["exposed_s"] for t in traces) if all(traces) else None,
+        "context_bytes": largest([one["context_bytes"] for one in everyone]), "traces": traces,
+        "ready_s": max(one["ready_s"] for one in everyone), "wall_s": max(one["wall_s"] for one in everyone),
+    }  # fmt: skip
+
+
+# --- traces ---
+
+_COLLECTIVE, _ANNOTATION = re.compile("nccl", re.I), re.compile(r"^(nccl:|FSDP::|c10d::|Optimizer\.|phase:|step:|region:)")
+
+
+def _traced(trainer: Trainer) -> dict[str, Any] | None:
+    """`TRACED` more steps under the profiler, device activity only. A profiler that does not work leaves None."""
+    from torch.profiler import ProfilerActivity, profile
+
+    wanted, trainer_step = trainer.step + TRACED, trainer.step
+    with profile(activities=[ProfilerActivity.CUDA]) as running:
+        trainer.train(wanted)
+        torch.cuda.synchronize()
+    assert trainer.step == trainer_step + TRACED
+    events = [e for e in running.profiler.kineto_results.events() if "CUDA" in str(e.device_type()) and not _ANNOTATION.match(e.name())]
+    if not events:
+        return None
+    names = {name: i for i, name in enumerate(sorted({e.name() for e in events}))}
+    start = min(e.start_ns() for e in events)
+    rows = [(names[e.name()], int(e.device_resource_id()), e.start_ns() - start, e.duration_ns()) for e in events]
+    spans = [(e.name(), (e.start_ns() - start) * 1e-9, (e.start_ns() - start + e.duration_ns()) * 1e-9) for e in events]
+    return {**exposure(spans, steps=TRACED - 1, skipped=1), "names": list(names), "events": sorted(rows, key=lambda row: row[2])}
+
+
+def exposure(events: list[tuple[str, float, float]], *, steps: int, skipped: int = 0) -> dict[str, float]:
+    """Seconds a step of (name, begin, end) device events: `exposed_s`, a collective runs and nothing else does; `collective_s`, one runs; `busy_s`,
+    anything else runs. Copies from the host count as neither. The first `skipped` steps are left out, up to the end of as many collectives: ranks
+    begin to trace at different moments, and what one of them then waits is the profiler's."""
+    calls = sorted((b for name, _, b in events if _COLLECTIVE.search(name)))
+    if skipped and calls:
+        since = calls[max(0, len(calls) * skipped // (steps + skipped) - 1)]
+        events = [(name, max(a, since), b) for name, a, b in events if b > since]
+    sent = _merged([(a, b) for name, a, b in events if _COLLECTIVE.search(name)])
+    busy = _merged([(a, b) for name, a, b in events if not _COLLECTIVE.search(name) and "HtoD" not in name])
+    both = _length(_merged([*sent, *busy]))
+    return {"exposed_s": (both - _length(busy)) / steps, "collective_s": _length(sent) / steps, "busy_s": _length(busy) / steps,
+            "span_s": (max(b for *_, b in events) - min(a for _, a, _ in events)) / steps}
+
+
+def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+# --- entry ---
+
+
+def _say(text: str, rank: int = 0) -> None:
+    if rank == 0:
+        print(text, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.multi_gpu_ranks", description=__doc__.split("\n")[0])
+    parser.add_argument("stage", choices=("calibrate", "run"))
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--until", type=float, required=True, help="seconds of the epoch after which nothing new begins")
+    options = parser.parse_args(arguments)
+    faulthandler.dump_traceback_later(STACKS_EVERY, repeat=True)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    code = 0
+    if options.stage == "calibrate":
+        calibrate(options.work, device, until=options.until)
+    else:
+        code = run(options.work, device, until=options.until)
+    faulthandler.cancel_dump_traceback_later()
+    if code:
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,261 @@
+"""docs/results/multi-gpu.{md,json}: what ran on several GPUs against what was predicted, and what the links and copies gave."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import multi_gpu_space as space
+from benchmarks import results
+from benchmarks.results import Row
+from costmodel.calibration import Calibration, score
+from costmodel.calibration import load as load_calibration
+from costmodel.plan import Plan
+from costmodel.runresult import PHASES
+from costmodel.samples import Sample, read_samples
+
+# The planner's first choice and the next.
+CHOICES = ["full-pick", "full-runner-up"]
+STEP, MEMORY, REGRET, SCALING, WANTED = 7.0, 5.0, 3.0, 5.0, 8
+# Exposed communication holds within this share or so many seconds.
+EXPOSED_SHARE, EXPOSED_SECONDS = 0.15, 1e-3
+# Relative difference of a step's loss on several GPUs from that on one: sums in another order; and in bf16 products rounded to 8 bits besides.
+LOSS = {"fp32": 1e-4, "bf16": 1e-2}
+# Plans that deal a step's samples in another order train other steps.
+SAME_STEPS = ("jagged", "padded", "local")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A plan with the prediction that it was written with, and its run.json."""
+
+    name: str
+    plan: Plan
+    found: dict[str, Any]
+
+    @property
+    def measured(self) -> float:
+        return self.found["step_s"]
+
+    @property
+    def predicted(self) -> float:
+        return self.plan.prediction["step_time"]["value"]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def exposed(self) -> tuple[float, float]:
+        """(predicted, measured) exposed communication of a step; measured in the trace, on a CPU by the main thread's waits."""
+        traced = self.found["exposed_s"]
+        return self.plan.prediction["phases"]["exposed_communication"]["value"], (
+            traced if traced is not None else self.found["device_s"]["exposed_communication"])
+
+    @property
+    def exposed_holds(self) -> bool:
+        predicted, measured = self.exposed
+        return abs(predicted - measured) <= max(EXPOSED_SHARE * measured, EXPOSED_SECONDS)
+
+    @property
+    def memory(self) -> tuple[float, float] | None:
+        """(predicted, measured) peak bytes of the allocator; None on a CPU."""
+        measured = self.found["memory_bytes"].get("peak_allocated")
+        return (self.plan.prediction["memory"]["peak"]["value"], measured) if measured else None
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.layout.world_size
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if any(o.precision == "bf16" for r in self.plan.regions for o in r.options) else "fp32"
+
+
+def load(work: Path) -> tuple[list[Ran], list[str]]:
+    """(runs, failures in words)."""
+    ran, failed = [], []
+    for name in json.loads((work / "plans.json").read_text()):
+        path = work / name / "run.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            if "failed" in found:
+                failed.append(f"{name}: {found['failed']}")
+            else:
+                ran.append(Ran(name=name, plan=Plan.load(work / name / "plan.json"), found=found))
+    return ran, failed
+
+
+def report(work: Path, device: str, *, out: Path) -> Path:
+    """Writes the result file. Raises SystemExit where no plan on several ranks has run."""
+    ran, failed = load(work)
+    if not any(one.ranks > 1 for one in ran):
+        raise SystemExit(f"{work}: no plan on several ranks has run yet; failed: {'; '.join(failed) or 'none'}")
+    rows = [*plan_rows(ran), *link_rows(work)]
+    what = space.describe() if device == "cuda" else "The plans of several GPUs, shrunk, on two CPU ranks"
+    intro = (f"{what}. Every plan was predicted before it ran; nothing of a run entered the calibration. Batches were built beforehand and repeated, "
+             f"and the predictions leave the loader out. Exposed communication is what the devices' traces show of collectives with nothing beside "
+             f"them. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
+    name = "multi-gpu" if device == "cuda" else "multi-gpu-cpu"
+    return results.write(name, rows, command=f"python -m benchmarks.multi_gpu --device {device}", title="Several GPUs of one host" if device == "cuda"
+                         else "Several CPU ranks", intro=intro, out=out)  # fmt: skip
+
+
+def plan_rows(ran: list[Ran]) -> list[Row]:
+    """Figures of the whole set, then one row a plan."""
+    several = [one for one in ran if one.ranks > 1]
+    errors = [100 * abs(one.error) for one in several]
+    bias = 100 * math.expm1(statistics.fmean(math.log1p(one.error) for one in several))
+    note = f"measured here, {len(several)} plans on {several[0].ranks} ranks"
+    rows = [
+        Row(name="plans scored", value=len(several), unit="", target=WANTED, note=note),
+        Row(name="step time, absolute error: median", value=statistics.median(errors), unit="%", target=STEP, better="lower", note=note),
+        Row(name="step time, absolute error: worst", value=max(errors), unit="%", better="lower", note=note),
+        Row(name="step time bias", value=abs(bias), unit="%", better="lower",
+            note=f"predictions are {'slow' if bias > 0 else 'fast'} on geometric mean"),
+        Row(name="exposed communication: plans within 15 % or 1 ms", value=100 * statistics.fmean(one.exposed_holds for one in several), unit="%",
+            target=100, note="predicted against the trace, mean over ranks, waiting for a slower rank included"),
+        Row(name="exposed communication: absolute error, median", value=1e3 * statistics.median(abs(p - m) for p, m in (o.exposed for o in several)),
+            unit="ms", better="lower", note=note),
+        *[_phase_row(several, phase) for phase in PHASES], *_memory_rows(several), *_regret_rows(several), *_scaling_rows(ran), *_loss_rows(ran),
+    ]  # fmt: skip
+    return rows + [_plan_row(one) for one in ran]
+
+
+def _phase_row(ran: list[Ran], phase: str) -> Row:
+    off = [100 * (one.plan.prediction["phases"][phase]["value"] - one.found["device_s"][phase]) / one.measured for one in ran]
+    return Row(name=f"phase {phase}: absolute error as share of the step, median", value=statistics.median(map(abs, off)), unit="% of step",
+               better="lower", note=f"mean signed {statistics.fmean(off):+.1f} %; by the streams' own events")  # fmt: skip
+
+
+def _memory_rows(ran: list[Ran]) -> list[Row]:
+    errors = [100 * (memory[0] / memory[1] - 1) for one in ran if (memory := one.memory) is not None]
+    if not errors:
+        return []
+    return [Row(name="peak memory: absolute error, median", value=statistics.median(map(abs, errors)), unit="%", target=MEMORY, better="lower",
+                note=f"allocated, {len(errors)} plans"),
+            Row(name="peak memory: absolute error, worst", value=max(map(abs, errors)), unit="%", better="lower")]  # fmt: skip
+
+
+def _regret_rows(ran: list[Ran]) -> list[Row]:
+    """Of each subject with several plans, what the plan predicted best loses to the best; of `full` also what the planner's pick loses."""
+    groups: dict[str, list[Ran]] = defaultdict(list)
+    for one in ran:
+        groups[space.subject(one.name)].append(one)
+    rows = []
+    for subject, group in groups.items():
+        best = min(group, key=lambda one: one.measured)
+        if len(group) < 2:
+            continue
+        chosen = min(group, key=lambda one: one.predicted)
+        rows.append(Row(name=f"{subject}: regret of the plan predicted best", value=100 * (chosen.measured / best.measured - 1), unit="%",
+                        target=REGRET, better="lower", note=f"{len(group)} plans; predicted best {chosen.name}, measured best {best.name}"))
+        for one in group:
+            if one.name in CHOICES:
+                rows.append(Row(name=f"{one.name}: slower than the best measured", value=100 * (one.measured / best.measured - 1), unit="%",
+                                better="lower", note=f"best {best.name}"))
+    return rows
+
+
+def _scaling_rows(ran: list[Ran]) -> list[Row]:
+    """Examples/s on all ranks over those on one, same global batch: what the FSDP plan of each subject gains."""
+    by_name = {one.name: one for one in ran}
+    rows = []
+    for name, one in by_name.items():
+        several = by_name.get(name.removesuffix("one") + "fsdp")
+        if name.endswith("-one") and several is not None:
+            predicted, measured = one.predicted / several.predicted, one.measured / several.measured
+            rows.append(Row(name=f"{space.subject(name)}: scaling ratio 1 -> {several.ranks}, error", value=100 * abs(predicted / measured - 1),
+                            unit="%", target=SCALING, better="lower", note=f"predicted {predicted:.3f}, measured {measured:.3f}"))
+    return rows
+
+
+def loss_difference(one: Ran, alone: Ran) -> float:
+    """The largest relative difference of a step's loss."""
+    pairs = list(zip(one.found["losses"], alone.found["losses"]))
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def _loss_rows(ran: list[Ran]) -> list[Row]:
+    alone = {space.subject(one.name): one for one in ran if one.ranks == 1}
+    found: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for one in ran:
+        other = alone.get(space.subject(one.name))
+        comparable = other is not None and one.ranks > 1 and one.plan.batching in SAME_STEPS and one.precision == other.precision
+        if comparable and (one.plan.layout.sparse_replicas == 1):  # replicas of tables average another optimizer's state: another training
+            found[one.precision].append((loss_difference(one, other), one.name))
+    return [Row(name=f"losses as on one rank, {precision}: largest relative difference", value=max(values)[0], unit="", target=LOSS[precision],
+                better="lower", note=f"{len(values)} plans, worst {max(values)[1]}; every step from the first")
+            for precision, values in sorted(found.items())]  # fmt: skip
+
+
+def _plan_row(one: Ran) -> Row:
+    predicted, measured = one.exposed
+    plan = one.plan
+    policies = sorted({o.checkpoint for r in plan.regions for o in r.options})
+    phases = ", ".join(f"{name} {1e3 * plan.prediction['phases'][name]['value']:.2f}/{1e3 * one.found['device_s'][name]:.2f}" for name in PHASES)
+    memory = f"; peak {one.memory[0] / 1e9:.2f}/{one.memory[1] / 1e9:.2f} GB" if one.memory else ""
+    sharding = ", ".join(sorted({t.sharding for t in plan.tables})) + (", ids ahead" if plan.input_overlap else "")
+    return Row(name=f"plan {one.name}", value=1e3 * one.measured, unit="ms a step", better="lower",
+               note=f"predicted {1e3 * one.predicted:.2f} ms ({one.error:+.1%}); {plan.layout.short}, batch {plan.local_batch} x "
+                    f"{plan.accumulation}, {plan.batching}, {one.precision}, checkpoint {', '.join(policies)}, {sharding}; "
+                    f"predicted/measured ms: exposed in the trace {1e3 * predicted:.2f}/{1e3 * measured:.2f}, {phases}{memory}")  # fmt: skip
+
+
+# --- links ---
+
+
+def link_rows(work: Path) -> list[Row]:
+    """What the calibration saw of collectives, contention and copies; nothing where there was none."""
+    rows: list[Row] = []
+    if (work / "collectives.jsonl").exists():
+        _, samples = read_samples(work / "collectives.jsonl")
+        rows += _curve_rows(samples)
+        if (work / "calibration.json").exists():
+            rows += _uneven_rows(load_calibration(work / "calibration.json"), samples)
+    if (work / "beside.json").exists():
+        rows += _beside_rows(json.loads((work / "beside.json").read_text()))
+    return rows
+
+
+def _curve_rows(samples: list[Sample]) -> list[Row]:
+    curves: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.features.get("group") and not sample.held_out:
+            curves[(sample.op, sample.variant)].append(sample)
+    rows = []
+    for (kind, variant), points in sorted(curves.items()):
+        small, large = (pick(points, key=lambda s: s.features["bytes"]) for pick in (min, max))
+        name = kind + (f" by {variant}" if variant else "")
+        rate = large.features["bytes"] / large.seconds
+        rows.append(Row(name=f"{name}: rate of the largest message", value=rate / 1e9, unit="GB/s",
+                        note=f"{large.features['bytes'] / 2**20:g} MiB in {1e3 * large.seconds:.3f} ms; {len(points)} sizes; "
+                             f"{small.features['bytes'] / 2**10:g} KiB take {1e6 * small.seconds:.1f} us"))
+    return rows
+
+
+def _uneven_rows(calibration: Calibration, samples: list[Sample]) -> list[Row]:
+    """All-to-alls with uneven splits were timed and not fitted: the curve of even ones at the heaviest rank's bytes must give them."""
+    errors = [abs(math.expm1(error)) * 100 for _, error in score(calibration, [s for s in samples if s.op == "all_to_all"])]
+    return [Row(name="uneven all-to-alls: absolute error, median", value=statistics.median(errors), unit="%", better="lower",
+                note=f"{len(errors)} sizes and splits, not fitted; worst {max(errors):.1f} %")] if errors else []  # fmt: skip
+
+
+def _beside_rows(notes: dict[str, Any]) -> list[Row]:
+    rows = []
+    for one in notes["beside"]:
+        how = {None: "NCCL's own CTAs", 0: "copy engines"}.get(one["ctas"], f"{one['ctas']} CTAs")
+        alone = f"{one['bytes'] / 2**20:g} MiB at {one['bytes'] / one['seconds'] / 1e9:.1f} GB/s alone"
+        rows.append(Row(name=f"{one['kind']} beside {one['compute']}, {how}: compute lost a second of it", value=one["share"]["seconds"], unit="s",
+                        better="lower", note=f"{alone}; beside it takes {one['slowed']:.2f} times as long"))
+    rows += [Row(name=f"host link: {what}", value=rate / 1e9, unit="GB/s") for what, rate in notes["copies"].items()]
+    if "shard_seconds" in notes:
+        each, rest = notes["shard_seconds"]
+        rows.append(Row(name="sparse exchange: host time of a shard", value=1e6 * each, unit="us", better="lower",
+                        note=f"and {1e3 * rest:.2f} ms a micro-batch besides"))
+    rows += [Row(name=f"not measured: {name}", value=None, unit="", note=why) for name, why in notes["failed"].items()]
+    return rows

@@ -1,0 +1,135 @@
+"""The plans of `benchmarks.multi_gpu`: what a few GPUs of one host are to train, under every layout, and the same on one of them.
+
+    full    gem-full, every kind of layer      bf16; fp32 on a smaller batch
+    tables  97 tables beside few layers        bf16
+
+`NAME-one` is a workload on one GPU with the same global batch, whose losses the others must repeat. Tables lie row-wise where a plan says nothing
+else.
+On a CPU the same plans are made of models shrunk to a test's size.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from costmodel.cluster import Cluster
+from costmodel.model import Model
+from costmodel.plan import Layout, Plan, RegionPlan, TablePlacement
+from costmodel.regions import default_region_plans
+from costmodel.workload import EventSource, Workload
+from planner.scenario import ResolvedScenario, load_scenario
+
+SCENARIOS = {"full": "scenarios/gem-2xh200.yaml", "tables": "scenarios/gem-2xh200-tables.yaml"}
+# fp32 on tensor cores' slow side: a twelfth of the batch takes about as long.
+FP32_BATCH = 16
+TINY_BATCH = {"full": 8, "tables": 16, "full-fp32": 8}
+
+
+@functools.cache
+def scenario(subject: str, device: str, ranks: int = 2) -> ResolvedScenario:
+    """What the search of a subject is asked: on `ranks` GPUs, or shrunk on so many CPU ranks."""
+    found = load_scenario(SCENARIOS[subject], with_variants=False)
+    if device == "cuda":
+        return dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, devices_per_host=ranks))
+    local = load_scenario("scenarios/quickstart.yaml", with_variants=False).cluster
+    workload = dataclasses.replace(_tiny_workload(found.workload), global_batch=TINY_BATCH[subject])
+    return dataclasses.replace(found, cluster=dataclasses.replace(local, devices_per_host=ranks, memory_budget=None), model=_tiny_model(found.model),
+                               workload=workload)
+
+
+def plans(device: str, ranks: int = 2) -> dict[str, Plan]:
+    """Every declared plan by name, most wanted first."""
+    full, fp32, tables = (functools.partial(_plan, *_subject(name, device, ranks)) for name in ("full", "full-fp32", "tables"))
+    whole = Layout(fsdp=ranks, sparse_group=ranks)
+    replicas = dataclasses.replace(whole, sparse_group=1, sparse_replicas=ranks)
+    low = "bf16" if device == "cuda" else "fp32"
+    return {
+        "full-one": full(Layout(), precision=low),
+        "full-fp32-one": fp32(Layout(), precision="fp32"),
+        "tables-one": tables(Layout(), precision=low),
+        "full-fsdp": full(whole, precision=low),
+        "tables-fsdp": tables(whole, precision=low),
+        "full-fp32-fsdp": fp32(whole, precision="fp32"),
+        "full-ddp": full(Layout(ddp=ranks, sparse_group=ranks), precision=low),
+        "full-fsdp-full": full(whole, precision=low, checkpoint="full"),
+        "full-ep": full(dataclasses.replace(whole, ep=2), precision=low),
+        "tables-fully-sharded-2d": tables(dataclasses.replace(replicas, fully_sharded_2d=True), precision=low),
+        "tables-2d": tables(replicas, precision=low),
+        "full-ep-all-to-all": full(dataclasses.replace(whole, ep=2, expert_all_to_all=True), precision=low, checkpoint="selective"),
+        "full-overlap-micro": full(whole, precision=low, accumulation=2, input_overlap=True),
+        "tables-table-wise": tables(Layout(ddp=ranks, sparse_group=ranks), precision=low, sharding="table_wise"),
+    }
+
+
+def calibration_plans(device: str) -> list[Plan]:
+    """The plans whose shapes are timed on one GPU, in turn by the ranks: a rank's share of each subject."""
+    made = plans(device)
+    return [_share(made[name]) for name in ("full-fsdp", "tables-fsdp", "full-overlap-micro", "full-fp32-fsdp")]
+
+
+def _share(plan: Plan) -> Plan:
+    """A rank's batch on one rank that holds every table."""
+    names = [n for t in plan.model.tables for n in t.names]
+    workload = dataclasses.replace(plan.workload, global_batch=plan.local_batch, local_batch=None)
+    return dataclasses.replace(plan, layout=Layout(), accumulation=1, input_overlap=False, workload=workload, fingerprints={},
+                               tables=tuple(TablePlacement(table=n, sharding="table_wise", ranks=(0,)) for n in names))
+
+
+def subject(name: str) -> str:
+    """The subject of a plan: its model and batch, which only plans that share both are compared by."""
+    return "full-fp32" if name.startswith("full-fp32") else name.split("-")[0]
+
+
+def _subject(name: str, device: str, ranks: int) -> tuple[Model, Workload, Cluster]:
+    found = scenario(name.split("-")[0], device, ranks)
+    workload = found.workload
+    if name == "full-fp32":
+        workload = dataclasses.replace(workload, name="fp32", global_batch=FP32_BATCH if device == "cuda" else TINY_BATCH[name])
+    return found.model, workload, found.cluster
+
+
+def _plan(model: Model, workload: Workload, cluster: Cluster, layout: Layout, *, precision: str, checkpoint: str = "none", accumulation: int = 1,
+          sharding: str = "row_wise", input_overlap: bool = False) -> Plan:
+    names, group = [n for t in model.tables for n in t.names], layout.sparse_group
+    whole = sharding == "row_wise" and group > 1
+    tables = tuple(TablePlacement(table=n, sharding="row_wise" if whole else "table_wise", ranks=() if whole else (i % group,))
+                   for i, n in enumerate(names))
+    regions = tuple(_checkpointed(r, checkpoint) for r in default_region_plans(model, precision=precision))
+    batch = workload.global_batch_on(layout.world_size)
+    plan = Plan(scenario=model.name, cluster=cluster, model=model, workload=workload, layout=layout, accumulation=accumulation,
+                local_batch=batch // layout.world_size // accumulation, input_overlap=input_overlap, regions=regions, tables=tables,
+                transport="nccl" if cluster.device.kind == "gpu" else "gloo")
+    return dataclasses.replace(plan, fingerprints=plan.expected_fingerprints())
+
+
+def _checkpointed(region: RegionPlan, policy: str) -> RegionPlan:
+    """Policies are for layers of histories, whose activations are most of what is kept."""
+    if not region.region.split(".")[-1].isdigit() or region.region.startswith(("interaction", "experts")):
+        return region
+    return dataclasses.replace(region, options=tuple(dataclasses.replace(o, checkpoint=policy) for o in region.options))
+
+
+def _tiny_model(model: Model) -> Model:
+    heads = {"heads": 2, "head_dim": 16}
+    shrink: Callable = lambda g: dataclasses.replace(g, mlp_dim=min(g.mlp_dim, 64), **(heads if g.heads else {}))
+    return dataclasses.replace(
+        model, dim=32, bottom_hidden=(32,), interaction_hidden=(32,), feature_dim=16 if model.feature_dim else model.feature_dim,
+        sequences=tuple(dataclasses.replace(s, layers=tuple(map(shrink, s.layers))) for s in model.sequences),
+        interaction_layers=tuple(map(shrink, model.interaction_layers)), expert_layers=tuple(map(shrink, model.expert_layers)),
+        heads=tuple(dataclasses.replace(h, hidden=(8,)) for h in model.heads),
+        tables=tuple(dataclasses.replace(t, rows=100, dim=16, count=min(t.count, 4)) for t in model.tables))
+
+
+def _tiny_workload(workload: Workload) -> Workload:
+    lengths = {n: dataclasses.replace(spec, maximum=24, minimum=1, **({"median": 8.0} if spec.median else {}))
+               for n, spec in workload.lengths.items()}
+    return dataclasses.replace(workload, lengths=lengths, source=EventSource(num_events=2000))
+
+
+def describe() -> str:
+    """One paragraph for the report."""
+    return ("gem-full (bf16, global batch 192, histories of about 925 events; fp32, global batch 16) and a model of 97 tables and one layer "
+            "(bf16, global batch 2048) on two H200: FSDP, DDP, expert parallelism by all-gather and by all-to-all, a sparse group over both, "
+            "plain and fully sharded 2D, recomputation none, selective and full, two micro-batches with ids ahead; the planner's first and "
+            "second choice for gem-full; and each workload on one of the GPUs")

@@ -1,0 +1,136 @@
+"""Plans on several ranks: declared, run one after the other by one launch (gloo, two CPU ranks, one plan broken), and what a report says of them."""
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import multi_gpu, multi_gpu_ranks, multi_gpu_report
+from benchmarks import multi_gpu_space as space
+from benchmarks.multi_gpu_report import Ran
+from costmodel.calibration import load as load_calibration
+from costmodel.codec import encode
+from costmodel.estimate import estimate
+from costmodel.plan import TablePlacement
+from costmodel.runresult import PHASES
+from costmodel.samples import Environment, Sample, write_samples
+
+
+def predicted(plan):
+    return dataclasses.replace(plan, prediction=encode(estimate(plan, None)))
+
+
+def test_declared_plans_cover_what_is_asked():
+    made = space.plans("cuda")
+    several = [p for p in made.values() if p.layout.world_size == 2]
+    assert len({p.identity() for p in made.values()}) == len(made) and len(several) >= 8
+    assert {p.layout.ddp for p in several} == {1, 2} and {p.layout.ep for p in several} == {1, 2}
+    assert {(p.layout.sparse_replicas, p.layout.fully_sharded_2d) for p in several} == {(1, False), (2, False), (2, True)}
+    assert {o.checkpoint for p in several for r in p.regions for o in r.options} == {"none", "selective", "full"}
+    for name, plan in made.items():
+        one = made.get(space.subject(name) + "-one")
+        assert one is not None and plan.local_batch * plan.accumulation * plan.layout.world_size == one.local_batch
+        assert (plan.model, plan.workload) == (one.model, one.workload)
+    assert {p.model.name for p in space.plans("cpu").values()} == {p.model.name for p in made.values()}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A launch on two ranks: one plan on one rank, two on both, and one that no rank can build."""
+    folder = tmp_path_factory.mktemp("multi")
+    made = space.plans("cpu")
+    broken = made["tables-2d"]
+    broken = dataclasses.replace(broken, tables=tuple(TablePlacement(table=t.table, sharding="host_cached", ranks=(0,)) for t in broken.tables))
+    chosen = {name: made.get(name, broken) for name in ("tables-one", "tables-broken", "tables-fsdp", "tables-table-wise")}
+    for name, plan in chosen.items():
+        (folder / name).mkdir()
+        predicted(plan).save(folder / name / "plan.json")
+    (folder / "plans.json").write_text(json.dumps(list(chosen)))
+    multi_gpu.run(folder, "cpu", made["tables-fsdp"].cluster, seconds=100)
+    return folder
+
+
+def test_plans_run_one_after_the_other_and_a_broken_one_is_recorded(work):
+    ran, failed = multi_gpu_report.load(work)
+    assert [one.name for one in ran] == ["tables-one", "tables-fsdp", "tables-table-wise"]
+    assert len(failed) == 1 and "rank 0: ValueError" in failed[0] and "rank 1: ValueError" in failed[0] and "host_cached" in failed[0]
+    for one in ran:
+        assert one.measured > 0 and 0.0 <= max(one.found["device_s"].values()) <= max(one.found["steps_s"])
+    assert max(multi_gpu_report.loss_difference(one, ran[0]) for one in ran[1:]) < multi_gpu_report.LOSS["fp32"]
+    assert not list(work.glob("*/started"))
+
+
+def test_what_has_a_result_is_not_run_again(work, monkeypatch):
+    before = (work / "tables-fsdp" / "run.json").stat().st_mtime_ns
+    started = []
+    monkeypatch.setattr(multi_gpu, "start", lambda *args, **kwargs: started.append(args) or 0)
+    multi_gpu.run(work, "cpu", space.plans("cpu")["tables-fsdp"].cluster, seconds=100)
+    assert len(started) == 1 and (work / "tables-fsdp" / "run.json").stat().st_mtime_ns == before
+
+
+def test_the_report_of_a_launch(work, tmp_path):
+    found = {row["name"]: row for row in json.loads(multi_gpu_report.report(work, "cpu", out=tmp_path).read_text())["rows"]}
+    assert found["plans scored"]["value"] == 2 and not found["plans scored"]["passed"]
+    assert found["losses as on one rank, fp32: largest relative difference"]["passed"]
+    assert {"plan tables-fsdp", "tables: scaling ratio 1 -> 2, error", "tables: regret of the plan predicted best"} <= set(found)
+    assert "tables-broken: rank 0: ValueError" in (tmp_path / "multi-gpu-cpu.md").read_text()
+
+
+def known(name: str, *, step: float, of: float, exposed: tuple[float, float] = (0.0, 0.0), peak: float | None = None, losses=(1.0,)) -> Ran:
+    """A run of `step` seconds predicted as `of`; exposed: (predicted, measured)."""
+    plan = predicted(space.plans("cuda")[name])
+    plan.prediction["step_time"]["value"] = of
+    plan.prediction["phases"]["exposed_communication"]["value"] = exposed[0]
+    found = {"step_s": step, "exposed_s": exposed[1], "device_s": dict.fromkeys(PHASES, step / len(PHASES)), "losses": list(losses),
+             "memory_bytes": {"peak_allocated": peak} if peak else {}}
+    return Ran(name=name, plan=plan, found=found)
+
+
+def test_figures_of_known_runs():
+    ran = [known("full-one", step=0.2, of=0.2, losses=(1.0, 2.0)), known("full-fsdp", step=0.10, of=0.11, losses=(1.0, 2.001), exposed=(0.01, 0.02)),
+           known("full-ddp", step=0.09, of=0.12, losses=(1.0, 2.0), exposed=(0.0105, 0.01))]  # fmt: skip
+    rows = {row.name: row for row in multi_gpu_report.plan_rows(ran)}
+    assert rows["step time, absolute error: median"].value == pytest.approx(100 * (0.1 + 1 / 3) / 2)
+    assert rows["exposed communication: plans within 15 % or 1 ms"].value == 50
+    assert rows["full: regret of the plan predicted best"].value == pytest.approx(100 * (0.10 / 0.09 - 1))
+    assert rows["full: scaling ratio 1 -> 2, error"].value == pytest.approx(100 * (2 - 0.2 / 0.11) / 2)
+    assert rows["losses as on one rank, bf16: largest relative difference"].value == pytest.approx(0.0005)
+
+
+def test_exposed_communication_holds_within_a_share_or_a_millisecond():
+    for predicted_s, measured_s, holds in ((1.0, 1.14, True), (1.0, 1.3, False), (0.0, 9e-4, True), (0.0, 2e-3, False)):
+        assert known("full-fsdp", step=2.0, of=2.0, exposed=(predicted_s, measured_s)).exposed_holds is holds
+
+
+def test_memory_is_scored_where_there_is_a_peak():
+    one = known("full-fsdp", step=1.0, of=1.0)
+    peak = one.plan.prediction["memory"]["peak"]["value"]
+    others = [known("full-ddp", step=1.0, of=1.0, peak=1e9), known("full-fsdp", step=1.0, of=1.0, peak=peak / 2)]
+    median, worst = multi_gpu_report._memory_rows([one, *others])
+    assert worst.value >= 100 and median.note.endswith("2 plans")
+
+
+def test_exposure_is_a_collective_with_nothing_beside_it():
+    events = [("ncclDevKernel_AllGather", 0.0, 4.0), ("gemm", 1.0, 2.0), ("gemm", 1.5, 3.0), ("Memcpy HtoD (Pinned -> Device)", 3.0, 4.0),
+              ("ncclDevKernel_AllGather", 5.0, 6.0)]  # fmt: skip
+    found = multi_gpu_ranks.exposure(events, steps=1)
+    assert found == {"exposed_s": 3.0, "collective_s": 5.0, "busy_s": 2.0, "span_s": 6.0}
+    later = multi_gpu_ranks.exposure(events, steps=1, skipped=1)  # from the end of the first collective on
+    assert later["exposed_s"] == 1.0 and later["busy_s"] == 0.0 and later["span_s"] == 1.0
+
+
+def test_a_fit_takes_the_later_of_two_and_leaves_the_loader_out(tmp_path):
+    cluster = space.scenario("full", "cuda").cluster
+    environment = Environment(device_name="NVIDIA H200", device_kind="cuda")
+
+    def sample(kind, seconds, **features):
+        return Sample(op=kind, phase="step" if kind in ("input", "all_gather") else "forward", features=features, seconds=seconds)
+
+    earlier = [sample("linear", 1.0, m=8.0, k=8.0, n=8.0), sample("input", 1.0, samples=8.0, events=8.0)]
+    write_samples(tmp_path / "samples.jsonl", environment, earlier)
+    write_samples(tmp_path / "ops-0.jsonl", environment, [sample("linear", 2.0, m=8.0, k=8.0, n=8.0)])
+    write_samples(tmp_path / "collectives.jsonl", environment, [sample("all_gather", 3.0, bytes=2.0**20, group=2.0)])
+    calibration = multi_gpu.refit(tmp_path, cluster)
+    assert calibration == load_calibration(tmp_path / "calibration.json") and calibration.environment.device_name == "H200-SXM"
+    (linear,) = (c for c in calibration.curves if c.op == "linear")
+    assert [row[3] for row in linear.points] == [2.0]
+    assert {c.op for c in multi_gpu.without_loader(calibration).curves} == {"linear", "all_gather"}
