@@ -4,10 +4,11 @@
     python -m benchmarks.multi_gpu --stage predict --work W --calibration h200.json      where there is no GPU
     python -m benchmarks.multi_gpu --stage run --work W --seconds 60                     where there are; what has no result yet
 
-`calibrate` is one launch of torchrun and writes W/collectives.jsonl, W/ops-RANK.jsonl and W/beside.json; `predict` fits them together with
-W/samples.jsonl (one GPU's, of `benchmarks.fidelity --stage calibrate`) into W/calibration.json, unless --calibration is given, asks the planner for
-its first and second choice, and writes every plan with its prediction; `run` is one launch that trains them all (`benchmarks.multi_gpu_ranks`);
-`report` writes docs/results/multi-gpu.{md,json}. A plan that has a result keeps its prediction.
+`--warm` compiles the kernels in processes of their own, side by side, while a launch begins. `calibrate` is one launch of torchrun and writes
+W/collectives.jsonl, W/ops-RANK.jsonl and W/beside.json; `predict` fits them together with W/samples.jsonl (one GPU's, of
+`benchmarks.fidelity --stage calibrate`) into W/calibration.json, unless --calibration is given, asks the planner for its first and second choice, and
+writes every plan with its prediction; `run` is one launch that trains them all (`benchmarks.multi_gpu_ranks`); `report` writes
+docs/results/multi-gpu.{md,json}. A plan that has a result keeps its prediction. With --parts one launch does parts of both.
 """
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from benchmarks import multi_gpu_report
 from benchmarks import multi_gpu_space as space
+from benchmarks.multi_gpu_space import PARTS, WARMING
 from costmodel import launch
 from costmodel.calibration import Calibration, fit
 from costmodel.calibration import load as load_calibration
@@ -39,16 +41,18 @@ COLLECTIVE_TIMEOUT = 45.0
 # Seconds that a launch needs beside the time that it is given; the least with which one is begun.
 STARTING, LEAST = 25.0, 20.0
 SEARCH_SECONDS = 20.0
+# Parts of a launch (`multi_gpu_ranks`).
+CALIBRATION, RUNS = ("ops", "collectives", "links"), ("alone", "plans")
+LOG = "ranks.log"
+WARM_SECONDS = 40.0
 
 
-def calibrate(work: Path, device: str, cluster: Cluster, *, seconds: float) -> None:
-    """One launch; see `multi_gpu_ranks.calibrate`."""
-    (work / "subjects").mkdir(parents=True, exist_ok=True)
-    for i, plan in enumerate(space.calibration_plans(device)):
-        plan.save(work / "subjects" / f"{i}.json")
-    code = start("calibrate", work, device, cluster, until=time.time() + seconds)
+def calibrate(work: Path, device: str, cluster: Cluster, *, seconds: float, parts: tuple[str, ...] = CALIBRATION,
+              extra: tuple[str, ...] = ()) -> None:
+    """One launch; the parts are those of `multi_gpu_ranks`."""
+    code = start(parts, work, device, cluster, until=time.time() + seconds, extra=extra)
     if not (work / "collectives.jsonl").exists():
-        raise SystemExit(f"the calibration failed with {code}; see {work / 'calibrate.log'}")
+        raise SystemExit(f"the calibration failed with {code}; see {work / LOG}")
 
 
 def refit(work: Path, cluster: Cluster) -> Calibration:
@@ -106,24 +110,57 @@ def choices(device: str, calibration: Calibration, *, seconds: float) -> dict[st
     return dict(zip(multi_gpu_report.CHOICES, (found.plan, found.runners_up[0])))
 
 
-def run(work: Path, device: str, cluster: Cluster, *, seconds: float) -> None:
+def warm(work: Path, device: str) -> threading.Thread:
+    """Begins to compile every kernel of the plans, in processes of their own; launches wait until `WARMING` is gone. Returns who waits for them."""
+    (work / "warm").mkdir(parents=True, exist_ok=True)
+    (work / WARMING).touch()
+    children = []
+    for i, plan in enumerate(space.warm_plans(device)):
+        path = work / "warm" / f"{i}.json"
+        plan.save(path)
+        command = [sys.executable, "-m", "benchmarks.multi_gpu_ranks", "--device", device, "--warm", str(path)]
+        variables = {**os.environ, **SAFE, **({"CUDA_VISIBLE_DEVICES": str(i % RANKS)} if device == "cuda" else {})}
+        children.append(subprocess.Popen(command, env=variables))
+    until, begin = time.time() + WARM_SECONDS, time.time()
+
+    def wait() -> None:
+        for child in children:
+            try:
+                child.wait(max(0.1, until - time.time()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+        (work / WARMING).unlink(missing_ok=True)
+        print(f"warm after {time.time() - begin:.1f} s: {[child.poll() for child in children]}", flush=True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def run(work: Path, device: str, cluster: Cluster, *, seconds: float, parts: tuple[str, ...] = RUNS,
+        extra: tuple[str, ...] = ()) -> None:
     """Launches until every plan has a result or the time is over; a launch after a failed plan continues behind it."""
     until = time.time() + seconds
     while time.time() + (LEAST if device == "cuda" else 0.0) < until:
         before = len(list(work.glob("*/run.json")))
-        code = start("run", work, device, cluster, until=until)
+        code = start(parts, work, device, cluster, until=until, extra=extra)
         if code == 0 or len(list(work.glob("*/run.json"))) + len(list(work.glob("*/started"))) == before:
             return
+        parts = tuple(part for part in parts if part in RUNS)
 
 
-def start(stage: str, work: Path, device: str, cluster: Cluster, *, until: float) -> int:
-    """torchrun on all ranks; its output goes to W/STAGE.log and here."""
-    arguments = [stage, "--work", str(work), "--device", device, "--until", str(until)]
+def start(parts: tuple[str, ...], work: Path, device: str, cluster: Cluster, *, until: float, extra: tuple[str, ...] = ()) -> int:
+    """torchrun on all ranks; its output goes to W/ranks.log and here."""
+    if "ops" in parts:
+        (work / "subjects").mkdir(exist_ok=True)
+        for i, plan in enumerate(space.calibration_plans(device)):
+            plan.save(work / "subjects" / f"{i}.json")
+    arguments = [*parts, "--work", str(work), "--device", device, "--until", str(until), *extra]
     command = launch.torchrun_command("benchmarks.multi_gpu_ranks", arguments, ranks_per_host=RANKS)
     variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **launch.environment(cluster), **SAFE,
                  "PLANNER_COLLECTIVE_TIMEOUT": str(COLLECTIVE_TIMEOUT if device == "cuda" else 120)}
-    with (work / f"{stage}.log").open("a") as log, subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                                                    text=True) as child:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with (work / LOG).open("a") as log, subprocess.Popen(command, env=variables, **pipes) as child:
         watch = threading.Timer(until + STARTING - time.time(), child.terminate)  # torchrun ends its ranks and then itself
         watch.start()
         try:
@@ -143,6 +180,9 @@ def start(stage: str, work: Path, device: str, cluster: Cluster, *, until: float
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.multi_gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--stage", choices=("all", "calibrate", "fit", "predict", "run", "report"), default="all")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="of the launch of calibrate or run (default: all of the stage)")
+    parser.add_argument("--op-seconds", type=float, help="of a launch's part `ops`")
+    parser.add_argument("--warm", action="store_true", help="compile the kernels first, side by side")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: the same on gloo with models of a test's size")
     parser.add_argument("--work", type=Path, help="folder for samples, plans and runs (default: out/multi-gpu-DEVICE)")
     parser.add_argument("--calibration", type=Path, help="predict with this one (default: what W's samples give)")
@@ -156,14 +196,17 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit(f"{work} is not empty; --resume continues there, another --work starts afresh")
     work.mkdir(parents=True, exist_ok=True)
     cluster = space.scenario("full", device, RANKS).cluster
+    extra = ("--op-seconds", str(options.op_seconds)) if options.op_seconds is not None else ()
+    if options.warm:
+        warm(work, device)
     if stage == "calibrate" or (stage == "all" and not (work / "collectives.jsonl").exists()):
-        calibrate(work, device, cluster, seconds=options.seconds)
+        calibrate(work, device, cluster, seconds=options.seconds, parts=tuple(options.parts or CALIBRATION), extra=extra)
     if stage in ("all", "fit", "predict"):
         calibration = load_calibration(options.calibration) if options.calibration is not None else refit(work, cluster)
     if stage in ("all", "predict"):
         predict(work, device, calibration, search_seconds=options.search_seconds)
     if stage in ("all", "run"):
-        run(work, device, cluster, seconds=options.seconds)
+        run(work, device, cluster, seconds=options.seconds, parts=tuple(options.parts or RUNS), extra=extra)
     if stage in ("all", "report"):
         print(multi_gpu_report.report(work, device, out=options.out))
     return 0

@@ -1,8 +1,13 @@
-"""What each rank of `benchmarks.multi_gpu` does, under torchrun: `calibrate` times everything, `run` trains plan after plan in one process.
+"""What each rank of `benchmarks.multi_gpu` does, under torchrun, part after part in one process:
 
-    calibrate   ops of a rank's own share of the subjects on its own device (before the ranks know each other), collectives, what FSDP2 and the sparse
-                exchange do around them, contention, copies from the host, an all-gather by the copy engines
-    run         plans of one rank, dealt to the ranks; then those of all ranks, in the order of plans.json
+    ops          a rank's own share of the subjects' ops, on its own device
+    alone        plans of one rank, dealt to the ranks
+    collectives  collectives, what FSDP2 and the sparse exchange do around them, contention
+    plans        those of all ranks, in the order of plans.json
+    links        uneven all-to-alls, copies from the host, contention by CTAs, an all-gather by the copy engines
+
+`ops` and `alone` come before the ranks know each other. Without torchrun `--warm PLAN` trains two steps and leaves compiled kernels in Triton's
+cache.
 
 Rank 0 says which plan is next, so all ranks stop at the same one when the time is over. A plan that fails on every rank is recorded; communicators
 may then be in any state, so the job ends with `AGAIN` and is started anew, as it is when a plan fails on some ranks only and the others' collectives
@@ -34,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.fidelity_gpu import _empty
+from benchmarks.multi_gpu_space import PARTS, WARMING
 from costmodel.codec import content_hash, encode
 from costmodel.plan import Layout, Plan
 from costmodel.runresult import PHASES
@@ -94,34 +100,34 @@ class Calibrating:
         return self.session.device.type == "cuda"
 
 
-def calibrate(work: Path, device: torch.device, *, until: float) -> None:
-    """Everything that plans on several ranks are made of, into `work`."""
-    rank, world, cuda = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device.type == "cuda"
-    if cuda:
-        _own_ops(work, [Plan.load(p) for p in sorted((work / "subjects").glob("*.json"))][rank::world], device, rank,
-                 until=min(until, time.time() + OP_SECONDS))
-    mesh.start(device)
-    meshes = mesh.build_meshes(Layout(fsdp=world, sparse_group=world), device)
-    job = Calibrating(work, meshes, device)
+def calibrate(job: Calibrating) -> None:
+    """What plans on several ranks are made of."""
+    meshes, device, cuda = job.meshes, job.session.device, job.session.device.type == "cuda"
     job.part("collectives", lambda: job.keep(collectives.collective_timings(meshes, sizes=collectives.QUICK_SIZES, seconds=0.03)))
     job.part("units", lambda: job.keep(collectives.unit_timings(meshes, repeats=12 if cuda else 4)))
     job.part("shards", lambda: job.notes.update(shard_seconds=exchange.shard_seconds(meshes)))
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if cuda else ("all_gather",)
     job.part("contention", lambda: job.beside(contention.beside_compute(meshes, repeats=5 if cuda else 1, kinds=kinds), "nccl" if cuda else "gloo"))
-    if cuda:
-        job.part("uneven", lambda: job.keep(collectives.uneven_timings(meshes), held_out=True))
-        job.part("copies", lambda: job.notes["copies"].update(contention.host_copies(meshes)))
-        job.part("CTAs", lambda: job.beside(contention.by_ctas(meshes), "nccl"))
-        watch = threading.Timer(PEER_SECONDS, lambda: os._exit(0))  # mapping a peer's memory may hang; everything else has been written
-        watch.daemon = True
-        watch.start()
-        job.part("peer copies", lambda: job.keep(peercopy.gather_timings(meshes), variant=peercopy.TRANSPORT))
-        job.part("peer copies beside compute", lambda: job.beside(peercopy.gather_beside(meshes), peercopy.TRANSPORT))
-        watch.cancel()
-    mesh.leave()
+    _empty(device)
 
 
-def _own_ops(work: Path, plans: list[Plan], device: torch.device, rank: int, *, until: float) -> None:
+def links(job: Calibrating) -> None:
+    """What is particular to GPUs and their links. Comes last: mapping a peer's memory may hang, and then the job ends, everything else written."""
+    meshes = job.meshes
+    if job.session.device.type != "cuda":
+        return
+    job.part("uneven", lambda: job.keep(collectives.uneven_timings(meshes), held_out=True))
+    job.part("copies", lambda: job.notes["copies"].update(contention.host_copies(meshes)))
+    job.part("CTAs", lambda: job.beside(contention.by_ctas(meshes), "nccl"))
+    watch = threading.Timer(PEER_SECONDS, lambda: os._exit(0))
+    watch.daemon = True
+    watch.start()
+    job.part("peer copies", lambda: job.keep(peercopy.gather_timings(meshes), variant=peercopy.TRANSPORT))
+    job.part("peer copies beside compute", lambda: job.beside(peercopy.gather_beside(meshes), peercopy.TRANSPORT))
+    watch.cancel()
+
+
+def own_ops(work: Path, plans: list[Plan], device: torch.device, rank: int, *, until: float) -> None:
     """Blocks, tables and ops of this rank's subjects on its own device, as long as there is time."""
     samples: list[Sample] = []
     begin, share = time.time(), 0.55
@@ -152,23 +158,29 @@ def _shapes(plan: Plan, device: torch.device) -> Iterator[Sample]:
 # --- run ---
 
 
-def run(work: Path, device: torch.device, *, until: float) -> int:
-    """Plans without a result until the time is over; AGAIN where the job must be started anew for the rest."""
+def waiting(work: Path) -> dict[str, Plan]:
+    """Plans without a result, by name."""
+    names = json.loads((work / "plans.json").read_text()) if (work / "plans.json").exists() else []
+    return {name: Plan.load(work / name / "plan.json") for name in names if not (work / name / "run.json").exists()}
+
+
+def run_alone(work: Path, plans: dict[str, Plan], device: torch.device, *, until: float) -> None:
+    """This rank's share of the plans of one rank."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    names = json.loads((work / "plans.json").read_text())
-    loaded = {name: Plan.load(work / name / "plan.json") for name in names}
-    waiting = [name for name in names if not (work / name / "run.json").exists()]
-    for name in waiting:
+    for name in [n for n in plans if plans[n].layout.world_size == 1][rank::world]:
+        if time.time() < until:
+            found = _attempt(plans[name], device)
+            _record(work / name, found if "failed" in found else _together([found]), 0)
+
+
+def run(work: Path, plans: dict[str, Plan], device: torch.device, *, until: float) -> int:
+    """Those of all ranks until the time is over; AGAIN where the job must be started anew for the rest."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), mesh.background_group()
+    for name in plans:
         if (work / name / "started").exists():  # and did not end: the job before this one died of it
             _record(work / name, {"failed": "the job ended inside this plan"}, rank)
-    waiting = [name for name in waiting if not (work / name / "started").exists()]
-    for name in [n for n in waiting if loaded[n].layout.world_size == 1][rank::world]:
-        if time.time() < until:
-            found = _attempt(loaded[name], device)
-            _record(work / name, found if "failed" in found else _together([found]), 0)
-    mesh.start(device)
-    group = mesh.background_group()
-    for name in (n for n in waiting if loaded[n].layout.world_size > 1):
+    dist.barrier(group)
+    for name in (n for n in plans if plans[n].layout.world_size > 1 and not (work / n / "run.json").exists()):
         go_on = [time.time() < until]
         dist.broadcast_object_list(go_on, src=0, group=group)
         if not go_on[0]:
@@ -176,14 +188,13 @@ def run(work: Path, device: torch.device, *, until: float) -> int:
             break
         if rank == 0:
             (work / name / "started").touch()
-        found = _attempt(loaded[name], device)
+        found = _attempt(plans[name], device)
         everyone: list[dict] = [{}] * world
         dist.all_gather_object(everyone, found, group=group)
         failed = [f"rank {r}: {one['failed']}" for r, one in enumerate(everyone) if "failed" in one]
         _record(work / name, {"failed": "; ".join(failed)} if failed else _together(everyone), rank)
         if failed and not (len(failed) == world and len({one["failed"] for one in everyone}) == 1 and "memory" not in failed[0]):
             return AGAIN  # communicators may hold what a peer never answers
-    mesh.leave()
     return 0
 
 
@@ -342,22 +353,49 @@ def _say(text: str, rank: int = 0) -> None:
         print(text, flush=True)
 
 
+def _parts(parts: list[str], work: Path, device: torch.device, *, until: float, op_seconds: float) -> int:
+    rank, world, code = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
+    plans = waiting(work)
+    while (work / WARMING).exists() and time.time() < until:
+        time.sleep(0.1)
+    if "ops" in parts and device.type == "cuda":
+        subjects = [Plan.load(path) for path in sorted((work / "subjects").glob("*.json"))]
+        own_ops(work, subjects[rank::world], device, rank, until=min(until, time.time() + op_seconds))
+    if "alone" in parts:
+        run_alone(work, plans, device, until=until)
+    if not {"collectives", "plans", "links"} & set(parts):
+        return 0
+    mesh.start(device)
+    job = Calibrating(work, mesh.build_meshes(Layout(fsdp=world, sparse_group=world), device), device)
+    if "collectives" in parts:
+        calibrate(job)
+    if "plans" in parts:
+        code = run(work, plans, device, until=until)
+    if "links" in parts and not code:
+        links(job)
+    if not code:
+        mesh.leave()
+    return code
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.multi_gpu_ranks", description=__doc__.split("\n")[0])
-    parser.add_argument("stage", choices=("calibrate", "run"))
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--warm", type=Path, metavar="PLAN")
+    parser.add_argument("--op-seconds", type=float, default=OP_SECONDS)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--until", type=float, required=True, help="seconds of the epoch after which nothing new begins")
+    parser.add_argument("--until", type=float, default=math.inf, help="seconds of the epoch after which nothing new begins")
     options = parser.parse_args(arguments)
     faulthandler.dump_traceback_later(STACKS_EVERY, repeat=True)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    code = 0
-    if options.stage == "calibrate":
-        calibrate(options.work, device, until=options.until)
-    else:
-        code = run(options.work, device, until=options.until)
+    if options.warm is not None:
+        plan = Plan.load(options.warm)
+        Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device).train(2)
+        return 0
+    code = _parts(options.parts, options.work, device, until=options.until, op_seconds=options.op_seconds)
     faulthandler.cancel_dump_traceback_later()
     if code:
         sys.stdout.flush()

@@ -23,6 +23,8 @@ from planner.scenario import ResolvedScenario, load_scenario
 SCENARIOS = {"full": "scenarios/gem-2xh200.yaml", "tables": "scenarios/gem-2xh200-tables.yaml"}
 # fp32 on tensor cores' slow side: a twelfth of the batch takes about as long.
 FP32_BATCH = 16
+# Parts of a launch (`benchmarks.multi_gpu_ranks`), and a file that is there while kernels are compiled beside it.
+PARTS, WARMING = ("ops", "alone", "collectives", "plans", "links"), "warming"
 TINY_BATCH = {"full": 8, "tables": 16, "full-fp32": 8}
 
 
@@ -66,6 +68,23 @@ def calibration_plans(device: str) -> list[Plan]:
     """The plans whose shapes are timed on one GPU, in turn by the ranks: a rank's share of each subject."""
     made = plans(device)
     return [_share(made[name]) for name in ("full-fsdp", "tables-fsdp", "full-overlap-micro", "full-fp32-fsdp")]
+
+
+def warm_plans(device: str) -> list[Plan]:
+    """Plans of one rank and a few samples that together launch every kernel of the declared ones: a layer each, so that all compile at once."""
+    full, tables = (scenario(name, device) for name in SCENARIOS)
+    layers = [layer for s in full.model.sequences for layer in s.layers]
+    models = [_few_rows(dataclasses.replace(full.model, sequences=tuple(dataclasses.replace(s, layers=(layer,)) for s in full.model.sequences),
+                                            interaction_layers=(), feature_dim=0)) for layer in layers]
+    first = tuple(dataclasses.replace(s, layers=s.layers[:1]) for s in full.model.sequences)
+    models.append(_few_rows(dataclasses.replace(full.model, sequences=first)))
+    made = [(m, full, p) for p in ("bf16", "fp32") for m in models] + [(_few_rows(tables.model), tables, "bf16")]
+    return [_plan(model, dataclasses.replace(found.workload, global_batch=16), found.cluster, Layout(), precision=precision)
+            for model, found, precision in made]
+
+
+def _few_rows(model: Model) -> Model:
+    return dataclasses.replace(model, tables=tuple(dataclasses.replace(t, rows=10_000) for t in model.tables))
 
 
 def _share(plan: Plan) -> Plan:
