@@ -37,7 +37,7 @@ POLICIES = ("none", "selective", "full")
 # Rough seconds of a step, only to keep draws inside the space: FLOP/s of bf16 and fp32, bytes an event, feature and block over bytes/s.
 BF16_RATE, FP32_RATE, EVENT_SECONDS, LOADER_SECONDS = 3.0e14, 3.5e13, 150 / 2.5e12, 1.2e-7
 STEP_SECONDS, FP32_SECONDS = (12e-3, 0.35), 0.8
-CALIBRATION_SEED, CALIBRATION_SUBJECTS, WIDE_EVERY = 0xCA1B, 28, 3
+CALIBRATION_SEED, CALIBRATION_SUBJECTS, WIDE_EVERY = 0xCA1B, 24, 3
 # A run ends after so many steps.
 MOST_STEPS = 24
 LOADER_SHARE, SAVED_BYTES = 0.7, 5e10

@@ -55,7 +55,7 @@ COPIES = 2
 # Steps, and events a batch, of the runs that time the host.
 HOST_STEPS, SMALL_TOKENS = 12, 1500.0
 # Of the time, what blocks and tables may take: the rest is for single ops.
-BLOCK_SHARE = 0.75
+BLOCK_SHARE = 0.66
 # Of a whole calibration, what all of those may take; the rest is for short runs of the trainer, the last few of which show the allocator's slack.
 DEVICE_SHARE, ALLOCATOR_RUNS, ALLOCATOR_SECONDS = 0.82, 3, 9.0
 # Points a turn of the op kinds with the most features.
@@ -153,13 +153,16 @@ def batches(plan: Plan, rng: np.random.Generator) -> list[Lengths]:
     return [Lengths(samples=n, lengths={s.name: plan.workload.lengths[s.name].sample(rng, n) for s in plan.model.sequences}) for n in sizes]
 
 
-def block_samples(plan: Plan, batch: Lengths, device: torch.device, *, precision: str, policies: tuple[str, ...], seconds: float) -> Iterator[Sample]:
+def block_samples(plan: Plan, batch: Lengths, device: torch.device, *, precision: str, policies: tuple[str, ...], seconds: float,
+                  layers_only: bool = False) -> Iterator[Sample]:
     """Forward and backward of one block of every region; policies other than `none` for the layers of histories."""
     for region in regions(plan.model):
         features = block_features(region.block, batch.shape)
         if features is None:  # priced as the sum of its ops
             continue
         layer = region.name.split(".")[-1].isdigit()
+        if layers_only and not layer:
+            continue
         for policy in policies if layer else ("none",):
             block = build_block(plan, region, device, precision=precision, policy=policy)
             for phase in (ops.FORWARD, ops.BACKWARD):
@@ -356,8 +359,9 @@ def device_samples(plans: list[Plan], device: torch.device, *, budget: float, se
             break
         source = open_source(plan.model, plan.workload, seed=plan.seed)
         precision = plan.regions[0].options[0].precision
-        for batch in batches(plan, rng):
-            found += block_samples(plan, batch, device, precision=precision, policies=POLICIES if precision == "bf16" else ("none",), seconds=seconds)
+        for i, batch in enumerate(batches(plan, rng)):
+            found += block_samples(plan, batch, device, precision=precision, policies=POLICIES if precision == "bf16" else ("none",), seconds=seconds,
+                                   layers_only=i > 0)
             if precision == "bf16":
                 found += sparse_samples(plan, source, batch.samples, device, seconds=seconds)
                 found.append(input_sample(plan, source, batch.samples, seconds=2 * seconds))

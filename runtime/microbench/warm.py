@@ -36,18 +36,19 @@ def compile_ahead(plans: list[Plan]) -> int:
         for path, plan in zip(paths, plans):
             plan.save(path)
         command = [sys.executable, "-m", "runtime.microbench.warm"]
-        children = [subprocess.Popen([*command, str(i), str(count), *map(str, paths)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-                    for i in range(count)]
+        children = []
+        for i in range(count):
+            with (Path(folder) / f"{i}.log").open("w") as log:
+                children.append(subprocess.Popen([*command, str(i), str(count), *map(str, paths)], stdout=log, stderr=subprocess.STDOUT))
         until = time.perf_counter() + TIMEOUT
-        for child in children:
+        for i, child in enumerate(children):
             try:
-                _, errors = child.communicate(timeout=max(0.1, until - time.perf_counter()))
+                failed = child.wait(max(0.1, until - time.perf_counter()))
             except subprocess.TimeoutExpired:
                 child.kill()
-                child.communicate()
-                continue
-            if child.returncode:
-                sys.stderr.write(errors.decode(errors="replace")[-2000:])
+                failed = child.wait()
+            if failed:
+                sys.stderr.write((Path(folder) / f"{i}.log").read_text(errors="replace")[-2000:])
     return count
 
 

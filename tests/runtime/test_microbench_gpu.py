@@ -36,6 +36,8 @@ def test_every_region_is_timed_in_both_directions_and_layers_under_every_policy(
     } | {("block:hstu", "selective", "forward"), ("block:hstu", "selective", "backward"), ("block:hstu", "full", "backward")}
     for sample in samples:
         assert measured_block_ops(sample.op.removeprefix("block:"), sample.features, sample.dtype)
+    few = gpu.block_samples(plan, batch, CPU, precision="bf16", policies=("none",), seconds=0.0, layers_only=True)
+    assert {(s.op, s.phase) for s in few} == {("block:hstu", "forward"), ("block:hstu", "backward")}
 
 
 def test_a_smaller_batch_is_timed_too(plan):
