@@ -25,9 +25,9 @@ experts, sharded over fsdp / ep ranks.
     optimizer   = parameters + gradients + optimizer + tables + table_state + input
     reserved    = allocated x (1 + allocator slack) + context;  a plan fits when reserved <= limit
 
-All that depends on a micro-batch is that of the largest one on a GPU, where the workload says how many steps there are: of the most events that one is
-expected to have (`costmodel.imbalance.expected_maximum` over steps, micro-batches and ranks). What backward of a block needs beside what is saved is
-the formula times the ratio that the calibration measured (`workspace/<kind>@<dtype>[:<policy>]`).
+On a GPU all that depends on a micro-batch is that of the largest one, where the workload says how many steps there are: of the most events that one
+is expected to have (`costmodel.imbalance.expected_maximum` over steps, micro-batches and ranks). What backward of a block needs beside what is saved
+is the formula times the ratio that the calibration measured (`workspace/<kind>@<dtype>[:<policy>]`).
 
 On a CPU there is no caching allocator and no context: allocated = reserved, tracked tensors only.
 """
