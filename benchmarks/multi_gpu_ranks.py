@@ -132,16 +132,23 @@ def own_ops(work: Path, plans: list[Plan], device: torch.device, rank: int, *, u
     samples: list[Sample] = []
     begin, share = time.time(), 0.55
     for number, plan in enumerate(plans):
-        enough = begin + (until - begin) * share * (number + 1) / len(plans)
-        for sample in _shapes(plan, device):
-            samples.append(sample)
-            if time.time() > enough:
-                break
+        _collect(samples, _shapes(plan, device), until=begin + (until - begin) * share * (number + 1) / len(plans))
         _empty(device)
-    samples += gpu.op_samples(plans, device, points=0.3, seconds=POINT_SECONDS / 2, until=time.perf_counter() + until - time.time())
+    _collect(samples, gpu.op_samples(plans, device, points=0.3, seconds=POINT_SECONDS / 2, until=math.inf), until=until)
     write_samples(work / f"ops-{rank}.jsonl", environment(device), samples)
     _empty(device)
     _say(f"rank {rank}: {len(samples)} samples of its own ops, {time.time() - begin:.1f} s")
+
+
+def _collect(samples: list[Sample], found: Iterator[Sample], *, until: float) -> None:
+    """As many as there is time for; what cannot be timed is said, and nothing after it is."""
+    try:
+        for sample in found:
+            samples.append(sample)
+            if time.time() > until:
+                return
+    except Exception:
+        traceback.print_exc()
 
 
 def _shapes(plan: Plan, device: torch.device) -> Iterator[Sample]:

@@ -235,7 +235,7 @@ def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: t
     if region.name == "bottom":
         dense = noise(samples, model.num_dense_features, device=device)
         return [], lambda: block(dense)
-    if region.name == "interaction":
+    if region.name == "interaction" and not model.interaction_layers:
         leaves = [leaf(t.count, samples, t.dim) for t in model.tables if t.sequence is None]
         others = [leaf(samples, model.dim, dtype=dtype) for _ in model.sequences]
         others += [leaf(samples, model.bottom_hidden[-1], dtype=dtype)] if model.num_dense_features else []
@@ -245,7 +245,8 @@ def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: t
             return block(torch.cat([f.to(features[-1].dtype) for f in features], dim=1))
 
         return [*leaves, *others], interact
-    x = leaf(samples, model.interaction_hidden[-1], dtype=dtype)
+    width = region.block.widths[0] if region.name == "interaction" else model.interaction_hidden[-1]
+    x = leaf(samples, width, dtype=dtype)
     return [x], lambda: block(x)
 
 
