@@ -319,7 +319,8 @@ def input_sample(plan: Plan, source: Source, samples: int, *, seconds: float) ->
 # --- ops ---
 
 
-def op_samples(plans: list[Plan], device: torch.device, *, points: float, seconds: float, until: float) -> Iterator[Sample]:
+def op_samples(plans: list[Plan], device: torch.device, *, points: float, seconds: float, until: float,
+               report: Report = lambda _: None) -> Iterator[Sample]:
     """Single ops of the plans' own shapes and around them until the clock says `until`; tables and optimizer are timed above."""
     wanted = [r for r in requests(plans, points=points, gpu=True)
               if cases.executable(r) and r.op.kind not in ("embedding_lookup", "embedding_update", "adamw", "unique")]
@@ -327,10 +328,14 @@ def op_samples(plans: list[Plan], device: torch.device, *, points: float, second
         if time.perf_counter() > until:
             return
         copies = 1 if request.op.bytes(ops.FORWARD) > 6e7 else COPIES
-        for phase in KINDS[request.op.kind].phases:
-            timing = measure(cases.cases(request, phase, device, copies), device=device, seconds=seconds)
-            yield sample(request.op.kind, phase, dict(request.op.features), timing, variant=request.op.variant, dtype=request.op.dtype,
-                         held_out=request.held_out)
+        yield from attempted(_timed_op(request, device, copies, seconds), str(request.op), report)
+
+
+def _timed_op(request: Request, device: torch.device, copies: int, seconds: float) -> Iterator[Sample]:
+    for phase in KINDS[request.op.kind].phases:
+        timing = measure(cases.cases(request, phase, device, copies), device=device, seconds=seconds)
+        yield sample(request.op.kind, phase, dict(request.op.features), timing, variant=request.op.variant, dtype=request.op.dtype,
+                     held_out=request.held_out)
 
 
 def in_turns(wanted: list[Request], rng: np.random.Generator) -> list[Request]:
@@ -350,6 +355,30 @@ def in_turns(wanted: list[Request], rng: np.random.Generator) -> list[Request]:
     return found
 
 
+def attempted(samples: Iterator[Sample], what: str, report: Report) -> list[Sample]:
+    """The samples up to the first that cannot be taken (too little memory, a kernel that refuses a shape): one failure costs no calibration."""
+    found: list[Sample] = []
+    try:
+        for one in samples:
+            found.append(one)
+    except Exception as error:
+        report(f"{what}: the rest cannot be timed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+    return found
+
+
+def plan_samples(plan: Plan, device: torch.device, rng: np.random.Generator, seconds: float) -> Iterator[Sample]:
+    """Blocks, tables, loader and optimizer of one plan."""
+    source = open_source(plan.model, plan.workload, seed=plan.seed)
+    precision = plan.regions[0].options[0].precision
+    for i, batch in enumerate(batches(plan, rng)):
+        yield from block_samples(plan, batch, device, precision=precision, policies=POLICIES if precision == "bf16" else ("none",), seconds=seconds,
+                                 layers_only=i > 0)
+        if precision == "bf16":
+            yield from sparse_samples(plan, source, batch.samples, device, seconds=seconds)
+            yield input_sample(plan, source, batch.samples, seconds=2 * seconds)
+    yield optimizer_sample(plan, device, seconds=seconds)
+
+
 def device_samples(plans: list[Plan], device: torch.device, *, budget: float, seconds: float = 0.03, report: Report = lambda _: None) -> list[Sample]:
     """Everything above, for about `budget` seconds: blocks and tables first, which nothing else stands for, then ops until the time is over."""
     begin, rng = time.perf_counter(), np.random.default_rng(7)
@@ -358,20 +387,12 @@ def device_samples(plans: list[Plan], device: torch.device, *, budget: float, se
         if time.perf_counter() > begin + BLOCK_SHARE * budget:
             report(f"out of time for blocks before plan {number + 1}/{len(plans)}")
             break
-        source = open_source(plan.model, plan.workload, seed=plan.seed)
-        precision = plan.regions[0].options[0].precision
-        for i, batch in enumerate(batches(plan, rng)):
-            found += block_samples(plan, batch, device, precision=precision, policies=POLICIES if precision == "bf16" else ("none",), seconds=seconds,
-                                   layers_only=i > 0)
-            if precision == "bf16":
-                found += sparse_samples(plan, source, batch.samples, device, seconds=seconds)
-                found.append(input_sample(plan, source, batch.samples, seconds=2 * seconds))
-        found.append(optimizer_sample(plan, device, seconds=seconds))
+        found += attempted(plan_samples(plan, device, rng, seconds), f"plan {number + 1}", report)
         gc.collect()
         torch.cuda.empty_cache()
         report(f"plan {number + 1}/{len(plans)}: {len(found)} samples, {time.perf_counter() - begin:.0f} s")
     found.append(constant("context_bytes", context_bytes()))
-    found += op_samples(plans, device, points=0.5, seconds=seconds / 2, until=begin + budget)
+    found += op_samples(plans, device, points=0.5, seconds=seconds / 2, until=begin + budget, report=report)
     report(f"{len(found)} samples, {time.perf_counter() - begin:.0f} s")
     return found
 
@@ -379,7 +400,7 @@ def device_samples(plans: list[Plan], device: torch.device, *, budget: float, se
 # --- the host in the trainer ---
 
 
-def host_samples(calibration: Calibration, plans: list[Plan], device: torch.device, *, until: float = math.inf) -> list[Sample]:
+def host_samples(calibration: Calibration, plans: list[Plan], device: torch.device, *, until: float = math.inf) -> Iterator[Sample]:
     """`host_scale` and `step_host` from short runs of small batches, whose steps wait for the host: their main thread's time against what
     `calibration` gives for the launches."""
     pairs = []
@@ -391,17 +412,17 @@ def host_samples(calibration: Calibration, plans: list[Plan], device: torch.devi
         pairs.append((sum(launches(lower(plan, calibration).graph).values()), spent))
         del trainer
     scale, rest = host_fit(pairs)
-    return [constant("host_scale", scale), constant("step_host", rest)]
+    yield from (constant("host_scale", scale), constant("step_host", rest))
 
 
-def allocator_samples(plans: list[Plan], device: torch.device) -> list[Sample]:
+def allocator_samples(plans: list[Plan], device: torch.device) -> Iterator[Sample]:
     """`allocator_overhead`: the most that the caching allocator held over the most that was allocated, over short runs of whole batches."""
     over = []
     for plan in plans:
         trainer = _trained(plan, device, WARMUP_STEPS + HOST_STEPS)
         over.append(torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1.0)
         del trainer
-    return [constant("allocator_overhead", max(over))]
+    yield constant("allocator_overhead", max(over))
 
 
 def _trained(plan: Plan, device: torch.device, steps: int) -> Trainer:
@@ -463,10 +484,10 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
     own = device_samples(plans, device, budget=DEVICE_SHARE * left, report=report)
     datasheet = plans[0].cluster.device
     first = fit(dataclasses.replace(found, device_name=datasheet.name), own, device=datasheet)
-    own += host_samples(first, small_plans(plans), device, until=begin + budget - ALLOCATOR_SECONDS)
+    own += attempted(host_samples(first, small_plans(plans), device, until=begin + budget - ALLOCATOR_SECONDS), "host", report)
     report(f"{len(own)} samples with those of the host, {time.perf_counter() - begin:.0f} s")
     if device.type == "cuda":
         ragged = [p for p in plans if np.ptp(p.workload.lengths[p.model.sequences[0].name].pmf()[0]) > 0]
-        own += allocator_samples(ragged[:ALLOCATOR_RUNS], device)
+        own += attempted(allocator_samples(ragged[:ALLOCATOR_RUNS], device), "allocator", report)
     report(f"{len(own)} samples, {time.perf_counter() - begin:.0f} s")
     return found, own

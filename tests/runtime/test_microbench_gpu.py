@@ -58,6 +58,16 @@ def test_each_timed_update_changes_the_table(plan, monkeypatch):
         assert sample.features["unique"] <= sample.features["ids"]
 
 
+def test_what_cannot_be_timed_is_said_and_costs_nothing_else():
+    def taken():
+        yield gpu.constant("context_bytes", 1.0)
+        raise torch.OutOfMemoryError("no room\nfor this")
+
+    said = []
+    assert [s.seconds for s in gpu.attempted(taken(), "plan 3", said.append)] == [1.0]
+    assert said == ["plan 3: the rest cannot be timed: OutOfMemoryError: no room"]
+
+
 def test_ops_stop_with_the_clock(plan):
     assert not list(gpu.op_samples([plan], CPU, points=0.1, seconds=0.0, until=time.perf_counter()))
 
