@@ -2,6 +2,10 @@
 
 import dataclasses
 import gc
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +15,8 @@ import kernels
 from benchmarks.kernels import common
 from benchmarks.kernels._timing import copy_rate
 from benchmarks.results import Row
+
+PEER_SECONDS = {"flex": 75, "cudnn": 40}  # processes of their own, FlexAttention's mostly compiling; shapes that did not finish have no peer figure
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +103,29 @@ def shapes() -> list[Shape]:
 
 def measure(done: set[str]) -> Iterator[Row]:
     """Forward and backward row of every shape."""
-    for shape in shapes():
-        names = [f"{shape.name} {direction}" for direction in ("forward", "backward")]
-        if set(names) <= done:
-            continue
+    missing = [s for s in shapes() if not {f"{s.name} forward", f"{s.name} backward"} <= done]
+    peers = {peer: peer_rows(peer, limit) for peer, limit in PEER_SECONDS.items()} if any(s.fa2_here for s in missing) else {}
+    for shape in missing:
         gc.collect()
         torch.cuda.empty_cache()
-        yield from _rows(shape, names)
+        yield from _rows(shape, [f"{shape.name} {direction}" for direction in ("forward", "backward")], peers)
 
 
-def _rows(shape: Shape, names: list[str]) -> Iterator[Row]:
+def peer_rows(peer: str, limit: float) -> dict[str, dict]:
+    """What `benchmarks.kernels._peers` measured within `limit` seconds, by shape."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen([sys.executable, "-m", "benchmarks.kernels._peers", peer], stdout=output)
+        try:
+            child.wait(limit)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        output.seek(0)
+        lines = [line for line in output.read().splitlines() if line.startswith("{") and line.endswith("}")]
+    return {row["shape"]: row for row in map(json.loads, lines)}
+
+
+def _rows(shape: Shape, names: list[str], others: dict[str, dict[str, dict]]) -> Iterator[Row]:
     q_lengths = shape.q_lengths
     k_lengths = q_lengths if shape.k_lengths is None else shape.k_lengths
     generator = torch.Generator("cuda").manual_seed(0)
@@ -133,6 +152,12 @@ def _rows(shape: Shape, names: list[str]) -> Iterator[Row]:
             peers["fa2 varlen (this run)"] = _fa2(shape, q, k, v, grad, edges, q_lengths, k_lengths, amounts, scale)
         except (ImportError, RuntimeError, TypeError) as error:
             note += f"; fa2 varlen did not run: {error}"
+    for peer, rows in others.items():
+        row = rows.get(shape.name, {"error": "not within its time"} if shape.fa2_here and not shape.share else None)
+        if row and "seconds" in row:
+            peers[f"{peer} {row['form']} (this run)"] = [amount / time / scale for amount, time in zip(amounts, row["seconds"], strict=True)]
+        elif row:
+            note += f"; {peer} did not run: {row['error']}"
     for index, name in enumerate(names):
         yield Row(
             name=name, value=amounts[index] / times[index] / scale, unit="of copy rate" if shape.share else "TFLOPS",
