@@ -235,11 +235,14 @@ class Loader:
         return tuple(b.pin() for b in batches) if self._pin else batches
 
     def _assemble(self, step: int) -> tuple[Batch, ...]:
-        own = self.samples(step)[self._rank].reshape(-1, self.accumulation).T
-        return tuple(self.source.build(samples) for samples in own)
+        return tuple(self.source.build(samples) for samples in self.microbatch_samples(step))
+
+    def microbatch_samples(self, step: int) -> np.ndarray:
+        """Sample numbers of this rank's batches of a step, `(accumulation, local batch)`."""
+        return np.ascontiguousarray(self.samples(step)[self._rank].reshape(-1, self.accumulation).T)
 
     def _made_ahead(self, steps: range) -> Iterator[tuple[Batch, ...]]:
-        if not self._pin:
+        if not self._pin or getattr(self.source, "built", False):  # nothing left for a process to do
             return _ahead(self.build, steps, self._prefetch, loader_threads(self._prefetch))
         built = worker.built_by_process(self._assemble, steps, slots=self._prefetch)
         return worker.drained_by_thread((tuple(b.pin().with_lengths() for b in batches) for batches in built), built)
@@ -256,11 +259,7 @@ def evaluation_batches(source: Source, *, batch: int, world_size: int = 1, rank:
     sizes that differ by one at most), for evaluation too runs collectives. Raises ValueError when there are fewer samples than
     ranks.
     """
-    if source.num_evaluation < world_size:
-        raise ValueError(f"{source.num_evaluation} evaluation samples are too few for {world_size} ranks")
-    count = max(1, source.num_evaluation // (batch * world_size))
-    samples = source.num_train + np.arange(source.num_evaluation)
-    own = np.array_split(samples, count * world_size)[rank::world_size]
+    own = evaluation_samples(source, batch=batch, world_size=world_size, rank=rank)
 
     def build(i: int) -> tuple[Batch, ...]:
         return (source.build(own[i]),)
@@ -268,6 +267,15 @@ def evaluation_batches(source: Source, *, batch: int, world_size: int = 1, rank:
     numbers = range(len(own))
     for (one,) in _ahead(build, numbers, prefetch, loader_threads(prefetch)) if prefetch else map(build, numbers):
         yield len(own), one
+
+
+def evaluation_samples(source: Source, *, batch: int, world_size: int = 1, rank: int = 0) -> list[np.ndarray]:
+    """Sample numbers of a rank's `evaluation_batches`."""
+    if source.num_evaluation < world_size:
+        raise ValueError(f"{source.num_evaluation} evaluation samples are too few for {world_size} ranks")
+    count = max(1, source.num_evaluation // (batch * world_size))
+    samples = source.num_train + np.arange(source.num_evaluation)
+    return np.array_split(samples, count * world_size)[rank::world_size]
 
 
 def _ahead(build: Callable[[int], tuple[Batch, ...]], steps: range, depth: int, threads: int) -> Iterator[tuple[Batch, ...]]:
