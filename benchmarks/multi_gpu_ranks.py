@@ -105,7 +105,7 @@ def calibrate(job: Calibrating) -> None:
     meshes, device, cuda = job.meshes, job.session.device, job.session.device.type == "cuda"
     job.part("collectives", lambda: job.keep(collectives.collective_timings(meshes, sizes=collectives.QUICK_SIZES, seconds=0.03)))
     job.part("units", lambda: job.keep(collectives.unit_timings(meshes, repeats=12 if cuda else 4)))
-    job.part("shards", lambda: job.notes.update(shard_seconds=exchange.shard_seconds(meshes)))
+    job.part("shards", lambda: job.notes.update(exchange_host=exchange.host_seconds(meshes)))
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if cuda else ("all_gather",)
     job.part("contention", lambda: job.beside(contention.beside_compute(meshes, repeats=5 if cuda else 1, kinds=kinds), "nccl" if cuda else "gloo"))
     _empty(device)

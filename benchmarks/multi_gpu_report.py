@@ -253,9 +253,8 @@ def _beside_rows(notes: dict[str, Any]) -> list[Row]:
         rows.append(Row(name=f"{one['kind']} beside {one['compute']}, {how}: compute lost a second of it", value=one["share"]["seconds"], unit="s",
                         better="lower", note=f"{alone}; beside it takes {one['slowed']:.2f} times as long"))
     rows += [Row(name=f"host link: {what}", value=rate / 1e9, unit="GB/s") for what, rate in notes["copies"].items()]
-    if "shard_seconds" in notes:
-        each, rest = notes["shard_seconds"]
-        rows.append(Row(name="sparse exchange: host time of a shard", value=1e6 * each, unit="us", better="lower",
-                        note=f"and {1e3 * rest:.2f} ms a micro-batch besides"))
+    for phase, (fixed, group, shard) in notes.get("exchange_host", {}).items():
+        rows.append(Row(name=f"sparse exchange {phase}: host time of a shard", value=1e6 * shard, unit="us", better="lower",
+                        note=f"and {1e6 * group:.0f} us a table group, {1e6 * fixed:.0f} us a micro-batch"))
     rows += [Row(name=f"not measured: {name}", value=None, unit="", note=why) for name, why in notes["failed"].items()]
     return rows

@@ -23,7 +23,8 @@ from runtime.embedding import ShardedEmbeddings, expand, table_keys
 from runtime.mesh import Meshes
 from runtime.microbench.timing import Run, Timing, measure, summarize
 
-HOST_TABLES, HOST_STEPS = (4, 32), 12
+# (groups, tables a group) that the host is timed with, and steps.
+HOST_TABLES, HOST_STEPS = ((1, 4), (1, 32), (4, 4)), 12
 
 
 def exchange_samples(plan: Plan, source: Source, samples: int, device: torch.device, *, seconds: float) -> Iterator[Sample]:
@@ -66,30 +67,38 @@ def _waited(call, repeats: int = 6) -> Timing:
     return summarize(times[1:])
 
 
-def shard_seconds(meshes: Meshes) -> tuple[float, float]:
-    """Main-thread seconds of a micro-batch's exchange without rows to speak of: (of each shard of the sparse group, all the rest), mean over ranks.
-    Collective over all ranks."""
-    found = []
-    for count in HOST_TABLES:
-        table = TableGroup(name="t", rows=64, dim=8, count=count, pooling="sum", ids_per_sample=1)
-        placements = tuple(TablePlacement(table=name, sharding="row_wise") for name in table.names)
-        tables = ShardedEmbeddings((table,), placements, meshes, seed=0, learning_rate=0.01)
-        batch = _batch(count, meshes.device)
-        times = []
-        for _ in range(HOST_STEPS):
-            dist.barrier()
-            _wait(meshes)
-            begin = time.perf_counter()
-            for leaf in tables.forward(batch).values():
-                leaf.grad = torch.zeros_like(leaf)
-            tables.backward()
-            _wait(meshes)
-            times.append(time.perf_counter() - begin)
-        mean = torch.tensor(np.median(times[2:]), dtype=torch.float64, device=meshes.device)
-        dist.all_reduce(mean)
-        found.append(float(mean) / meshes.world_size)
-    each = max(0.0, (found[1] - found[0]) / (HOST_TABLES[1] - HOST_TABLES[0]) / meshes.world_size)
-    return each, max(0.0, found[0] - each * HOST_TABLES[0] * meshes.world_size)
+def host_seconds(meshes: Meshes) -> dict[str, tuple[float, float, float]]:
+    """Main-thread seconds of a micro-batch's exchange with hardly any rows, mean over ranks, for `forward` and `backward`: (of every exchange, of each
+    table group, of each shard of the sparse group). Collective over all ranks."""
+    measured = np.array([_host_times(groups, count, meshes) for groups, count in HOST_TABLES])
+    shards = np.array([groups * count * meshes.world_size for groups, count in HOST_TABLES], dtype=float)
+    parts = np.linalg.solve(np.stack([np.ones(len(shards)), [groups for groups, _ in HOST_TABLES], shards], axis=1), measured)
+    fixed, group, shard = np.maximum(parts, 0.0).tolist()
+    return {name: (fixed[i], group[i], shard[i]) for i, name in enumerate((ops.FORWARD, ops.BACKWARD))}
+
+
+def _host_times(groups: int, count: int, meshes: Meshes) -> tuple[float, float]:
+    """(forward, backward) with `groups` groups of `count` row-wise tables."""
+    tables = tuple(TableGroup(name=f"t{g}", rows=64, dim=8, count=count, pooling="sum", ids_per_sample=1) for g in range(groups))
+    placements = tuple(TablePlacement(table=name, sharding="row_wise") for table in tables for name in table.names)
+    embeddings = ShardedEmbeddings(tables, placements, meshes, seed=0, learning_rate=0.01)
+    batch, times = _batch(tables, meshes.device), []
+    for _ in range(HOST_STEPS):
+        dist.barrier()
+        _wait(meshes)
+        begin = time.perf_counter()
+        leaves = embeddings.forward(batch)
+        _wait(meshes)
+        between = time.perf_counter()
+        for leaf in leaves.values():
+            leaf.grad = torch.zeros_like(leaf)
+        embeddings.backward()
+        _wait(meshes)
+        times.append((between - begin, time.perf_counter() - between))
+    mean = torch.tensor(np.median(times[2:], axis=0), dtype=torch.float64, device=meshes.device)
+    dist.all_reduce(mean)
+    forward, backward = (mean / meshes.world_size).tolist()
+    return forward, backward
 
 
 def _wait(meshes: Meshes) -> None:
@@ -97,7 +106,7 @@ def _wait(meshes: Meshes) -> None:
         torch.cuda.synchronize()
 
 
-def _batch(count: int, device: torch.device, samples: int = 8) -> Batch:
-    ids = torch.arange(count * samples) % 64
-    return Batch(ids={"t": ids}, offsets={"t": torch.arange(count * samples + 1)}, sequence_offsets={}, max_lengths={}, lengths={}, dense=None,
-                 labels=torch.zeros((samples, 1)), num_samples=samples).to(device)
+def _batch(tables: tuple[TableGroup, ...], device: torch.device, samples: int = 8) -> Batch:
+    bags = tables[0].count * samples
+    return Batch(ids={t.name: torch.arange(bags) % 64 for t in tables}, offsets={t.name: torch.arange(bags + 1) for t in tables}, sequence_offsets={},
+                 max_lengths={}, lengths={}, dense=None, labels=torch.zeros((samples, 1)), num_samples=samples).to(device)

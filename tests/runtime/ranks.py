@@ -301,7 +301,7 @@ def check_contention(world: int, out: Path) -> dict:
     """What collectives take from compute beside them."""
     meshes = mesh.build_meshes(Layout(fsdp=world, sparse_group=world), CPU)
     found = contention.contention(meshes, repeats=1, kinds=("all_gather", "all_to_all"))
-    return {f"{kind}/{beside}": timing.seconds for kind, beside, timing in found} | {"shards": exchange.shard_seconds(meshes)}
+    return {f"{kind}/{beside}": timing.seconds for kind, beside, timing in found} | {"host": exchange.host_seconds(meshes)}
 
 
 def main() -> None:
