@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import _attention_cpu
+from kernels._autograd import differentiable
 from kernels._masks import AttentionBias
 
 KINDS = ("softmax", "gelu", "gelu_fast", "silu", "relu", "identity")
@@ -38,7 +39,7 @@ def attend(
         raise ValueError(f"divisor: {divisor} must be positive")
     tables = _check_bias(bias, q, k)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out, _ = attention_forward(
+    out, _ = _differentiable_attention(
         q, k, v, q_offsets, k_offsets, *tables, max_q, max_k, kind, causal, window or 0, float(scale), float(divisor)
     )  # fmt: skip
     return out
@@ -192,4 +193,4 @@ def _backward(ctx, grad, _):
     return dq, dk, dv, None, None, *tables, *(None,) * (2 + len(ctx.options))
 
 
-attention_forward.register_autograd(_backward, setup_context=_setup_context)
+_differentiable_attention = differentiable(attention_forward, _backward, setup_context=_setup_context)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels import _attention_cpu
 from kernels._attention_ops import check_offsets_content, check_offsets_like, check_qkv
+from kernels._autograd import differentiable
 
 BLOCKS = (32, 64, 128)
 
@@ -37,7 +38,7 @@ def block_attention(
     if block not in BLOCKS:
         raise ValueError(f"block: {block} is not one of {BLOCKS}")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return block_forward(q, k, v, offsets, max_len, block, causal, float(scale))
+    return _differentiable_blocks(q, k, v, offsets, max_len, block, causal, float(scale))
 
 
 @torch.library.custom_op("planner_kernels::block_attention_forward", mutates_args=())
@@ -89,7 +90,7 @@ def _backward(ctx, grad):
     return *block_backward(grad, q, k, v, offsets, *ctx.options), None, None, None, None, None
 
 
-block_forward.register_autograd(_backward, setup_context=_setup_context)
+_differentiable_blocks = differentiable(block_forward, _backward, setup_context=_setup_context)
 
 
 def block_edges(offsets: Tensor, block: int) -> Tensor:

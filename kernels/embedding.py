@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels._autograd import differentiable
 from kernels._checks import accumulate_dtype, check_offsets, check_same_device, register_cuda, validate_ids, validate_offsets
 from kernels._rounding import stochastic_round_bf16
 
@@ -67,7 +68,7 @@ def embedding_pooled(weight: Tensor, ids: Tensor, offsets: Tensor, *, mode: Mode
 def embedding_sequence(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows of the table: `weight (R, D)`, `ids (N,)` -> `(N, D)`. The gradient with respect to `weight` is dense."""
     _check_lookup(weight, ids, None, "sum")
-    return torch.ops.planner_kernels.embedding_sequence(weight, ids)
+    return _differentiable_sequence(weight, ids)
 
 
 def _covered(ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +171,7 @@ def _sequence_backward(ctx, grad: Tensor):
 
 
 _embedding_pooled.register_autograd(_pooled_backward, setup_context=_pooled_setup)
-_embedding_sequence.register_autograd(_sequence_backward, setup_context=_sequence_setup)
+_differentiable_sequence = differentiable(_embedding_sequence, _sequence_backward, setup_context=_sequence_setup)
 
 
 # --- fused update --------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels._autograd import differentiable
 from kernels._checks import accumulate_dtype, check_offsets, check_same_device, register_cuda, validate_ids, validate_offsets
 
 __all__ = [
@@ -380,13 +381,13 @@ _jagged_elementwise.register_autograd(_elementwise_backward, setup_context=_elem
 def jagged_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each row: `(T, *)` -> `(B, *)`, accumulated in fp32 (fp64 for fp64); an empty row gives 0."""
     check_offsets("offsets", offsets, device=values.device)
-    return torch.ops.planner_kernels.jagged_reduce(values, offsets, False)
+    return _differentiable_reduce(values, offsets, False)
 
 
 def jagged_mean(values: Tensor, offsets: Tensor) -> Tensor:
     """Mean of each row: `(T, *)` -> `(B, *)`, accumulated in fp32 (fp64 for fp64); an empty row gives 0."""
     check_offsets("offsets", offsets, device=values.device)
-    return torch.ops.planner_kernels.jagged_reduce(values, offsets, True)
+    return _differentiable_reduce(values, offsets, True)
 
 
 def jagged_broadcast(dense: Tensor, offsets: Tensor, *, total: int) -> Tensor:
@@ -465,7 +466,7 @@ def _broadcast_backward(ctx, grad: Tensor):
     return torch.ops.planner_kernels.jagged_reduce(grad, offsets, ctx.mean), None, None, None
 
 
-_jagged_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
+_differentiable_reduce = differentiable(_jagged_reduce, _reduce_backward, setup_context=_reduce_setup)
 _jagged_broadcast.register_autograd(_broadcast_backward, setup_context=_broadcast_setup)
 
 
