@@ -68,7 +68,7 @@ def _waited(call, repeats: int = 6) -> Timing:
 
 
 def host_seconds(meshes: Meshes) -> dict[str, tuple[float, float, float]]:
-    """Main-thread seconds of a micro-batch's exchange with hardly any rows, mean over ranks, for `forward` and `backward`: (of every exchange, of each
+    """Main-thread seconds of a micro-batch's exchange with hardly any rows, mean over ranks, `forward` and `backward`: (of every exchange, of each
     table group, of each shard of the sparse group). Collective over all ranks."""
     measured = np.array([_host_times(groups, count, meshes) for groups, count in HOST_TABLES])
     shards = np.array([groups * count * meshes.world_size for groups, count in HOST_TABLES], dtype=float)
