@@ -272,6 +272,7 @@ class Repeated:
                 del _kept[next(iter(_kept))]
             _kept[key] = [loader.build(step) for step in range(min(BATCHES, loader.num_steps))]
         self.batches = _kept[key]
+        loader.source.built = True  # type: ignore[attr-defined]
 
     def __call__(self, step: int) -> tuple[Batch, ...]:
         return self.batches[step % len(self.batches)]
