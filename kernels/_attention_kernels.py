@@ -21,7 +21,9 @@ def _tanh_approx(x):
 
 
 @triton.jit
-def _sigmoid(x):
+def _sigmoid(x, APPROX: tl.constexpr):
+    if APPROX:
+        return 0.5 + 0.5 * _tanh_approx(0.5 * x)
     return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
 
 
@@ -38,7 +40,7 @@ def _activate(x, KIND: tl.constexpr, APPROX: tl.constexpr):
         half = 0.5 * x
         return half + half * _tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x), APPROX)
     if KIND == "silu":
-        return x * _sigmoid(x)
+        return x * _sigmoid(x, APPROX)
     if KIND == "relu":
         return tl.maximum(x, 0.0)
     return x
@@ -54,7 +56,7 @@ def _activate_both(x, KIND: tl.constexpr, APPROX: tl.constexpr):
         slope = 0.5 * x * (1.0 - t * t) * (0.7978845608028654 + 0.1070322244089004 * square)
         return x * half, half + slope
     if KIND == "silu":
-        s = _sigmoid(x)
+        s = _sigmoid(x, APPROX)
         value = x * s
         return value, s + value - value * s
     if KIND == "relu":
@@ -521,9 +523,9 @@ def queries_kernel(
     window, scale, dq_scale,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     POSITION: tl.constexpr, TIME: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of M rows of one head: the forward's loop with the score gradient in the place of the weights."""
+    """dQ of M rows of one head: the forward's loop with the score gradient in the place of the weights. SPLIT as in the forward."""
     head = tl.program_id(0) % H
     slot = tl.program_id(0) // H
     sequence = tl.load(slots + slot)
@@ -557,23 +559,27 @@ def queries_kernel(
     dq_acc = tl.zeros([M, D], tl.float32)
     last = tl.minimum(first + M, q_len)
     low, high, full_low, full_high = _key_range(first, last, shift, k_len, window, CAUSAL, WINDOW, N)
-    if WINDOW:
+    if not SPLIT:
+        full_low = high
+        full_high = high
+    if WINDOW or not SPLIT:
         for start in tl.range(low, tl.minimum(full_low, high), N, num_stages=STAGES):
             dq_acc = _dq_step(
                 q_tile, do_tile, dq_acc, start, k_base, v_base, rows, q_len, k_len, shift, head, k_start, q_time, row_lse, row_delta,
                 k_times, position_table, position_rows, time_table, time_rows, H, window, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
-    for start in tl.range(full_low, full_high, N, num_stages=STAGES):
-        dq_acc = _dq_step(
-            q_tile, do_tile, dq_acc, start, k_base, v_base, rows, q_len, k_len, shift, head, k_start, q_time, row_lse, row_delta,
-            k_times, position_table, position_rows, time_table, time_rows, H, window, scale, k_stride, v_stride,
-            KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, N, D,
-        )  # fmt: skip
-    for start in tl.range(full_high, high, N, num_stages=STAGES if CAUSAL or WINDOW else 1):
-        dq_acc = _dq_step(
-            q_tile, do_tile, dq_acc, start, k_base, v_base, rows, q_len, k_len, shift, head, k_start, q_time, row_lse, row_delta,
-            k_times, position_table, position_rows, time_table, time_rows, H, window, scale, k_stride, v_stride,
-            KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
-        )  # fmt: skip
+    if SPLIT:
+        for start in tl.range(full_low, full_high, N, num_stages=STAGES):
+            dq_acc = _dq_step(
+                q_tile, do_tile, dq_acc, start, k_base, v_base, rows, q_len, k_len, shift, head, k_start, q_time, row_lse, row_delta,
+                k_times, position_table, position_rows, time_table, time_rows, H, window, scale, k_stride, v_stride,
+                KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, N, D,
+            )  # fmt: skip
+        for start in tl.range(full_high, high, N, num_stages=STAGES if CAUSAL or WINDOW else 1):
+            dq_acc = _dq_step(
+                q_tile, do_tile, dq_acc, start, k_base, v_base, rows, q_len, k_len, shift, head, k_start, q_time, row_lse, row_delta,
+                k_times, position_table, position_rows, time_table, time_rows, H, window, scale, k_stride, v_stride,
+                KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
+            )  # fmt: skip
     _store_rows(dq + q_start * (H * D) + head * D, rows, q_len, H * D, dq_acc * dq_scale, D)

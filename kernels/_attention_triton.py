@@ -69,7 +69,7 @@ def queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kin
 
 # [Compiled for sm_90, Triton 3.6] heads of 256, 8 warps: none of these spills; 64 queries of dK in two stages would need 256 KiB of shared memory
 WIDE_TILES = {"values": Tiles(m=64, n=128, warps=8, stages=2, split=False), "keys": Tiles(m=64, n=128, warps=8, stages=1, split=False),
-              "queries": Tiles(m=128, n=32, warps=8, stages=2)}  # fmt: skip
+              "queries": Tiles(m=128, n=32, warps=8, stages=2, split=False)}  # fmt: skip
 
 
 def few_queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
@@ -202,7 +202,7 @@ def _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima, tile
     kernel.queries_kernel[(slots.shape[0] * q.shape[1],)](
         grad, q, k, v, lse, delta, dq, *offsets, slots, *_bias_arguments(bias, q), *_strides(grad, q, k, v),
         q.shape[0], q.shape[1], q.shape[1] // k.shape[1], options.window, scale, dq_scale,
-        **_meta(q, bias, options), M=tiles.m, N=tiles.n, D=q.shape[2], STAGES=tiles.stages, num_warps=tiles.warps,
+        **_meta(q, bias, options), M=tiles.m, N=tiles.n, D=q.shape[2], SPLIT=tiles.split, STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
 
 
@@ -250,7 +250,8 @@ def _table_arguments(tables: list, q: Tensor) -> list:
 def _meta(q: Tensor, bias: tuple, options) -> dict:
     return {
         "KIND": "gelu" if options.kind == "gelu_fast" else options.kind,
-        "APPROX": options.kind == "gelu_fast",
+        # SiLU too, whose weights are rounded to bfloat16 anyway: 2**-9 against the approximation's 2**-11
+        "APPROX": options.kind == "gelu_fast" or (options.kind == "silu" and q.dtype == torch.bfloat16),
         "CAUSAL": options.causal,
         "WINDOW": options.window > 0,
         "POSITION": bias[0] is not None,
