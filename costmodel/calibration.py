@@ -35,6 +35,7 @@ from costmodel.codec import DecodeError, content_hash, decode, encode, suggest
 from costmodel.gpu import block_key, timed_ops
 from costmodel.krige import MINIMUM_POINTS, Surface, fit_surface
 from costmodel.ops import KINDS, Op, coordinates, op
+from costmodel.precision import expanded
 from costmodel.quantity import Source
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
 
@@ -406,8 +407,8 @@ def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[s
         kind = sample.op.removeprefix(BLOCK_PREFIX)
         forward = measured_block_ops(kind, sample.features, sample.dtype)
         name = block_key(kind, sample.dtype, sample.variant) if on_gpu else kind
-        times = [calibration.predict(one, phase, active_ranks=sample.active_ranks)
-                 for one, phase in timed_ops(forward, sample.phase, sample.variant, MATRIX_OPS)]
+        timed = expanded(timed_ops(forward, sample.phase, sample.variant, MATRIX_OPS), calibration.device)
+        times = [calibration.predict(one, phase, active_ranks=sample.active_ranks) for one, phase in timed]
         ratio = math.log(sample.seconds / sum(t.seconds for t in times))
         launched = sum(t.host_seconds for t in times)
         host = sample.host_seconds / launched if sample.host_seconds and launched > 0 else 1.0

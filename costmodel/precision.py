@@ -17,6 +17,8 @@ speed is not.
 """
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from costmodel.cluster import Device
@@ -79,5 +81,17 @@ def parts(one: Op, phase: str, device: Device, *, low_weight_gradients: bool = F
     weights = () if precision == "mxfp8" and product == precision else quantize(k, n)  # a square of scales serves both directions
     dx = (*quantize(m, n), *weights, linear(m, n, k, product, times))
     if low_weight_gradients:
-        return (*dx, *quantize(n, m), *quantize(k, m), linear(n, m, k, product, times))
+        rows = math.ceil(m / MULTIPLES[precision]) * MULTIPLES[precision]  # of zeros where samples end
+        return (*dx, *quantize(n, rows), *quantize(k, rows), linear(n, rows, k, product, times))
     return (*dx, linear(n, m, k, "bf16" if device.kind == "gpu" else "fp32", times))
+
+
+def expanded(ops: Iterable[tuple[Op, str]], device: Device, *, low_weight_gradients: bool = False) -> list[tuple[Op, str]]:
+    """(op, phase that it is timed in) of (op, phase): linear layers below 16 bits as their quantisations and products."""
+    found: list[tuple[Op, str]] = []
+    for one, phase in ops:
+        if one.kind == "linear" and one.dtype in LOW_PRECISIONS:
+            found += [(part, FORWARD) for part in parts(one, phase, device, low_weight_gradients=low_weight_gradients)]
+        else:
+            found.append((one, phase))
+    return found

@@ -14,8 +14,7 @@ from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTim
 from costmodel.gpu import block_key
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, op
 from costmodel.plan import Plan
-from costmodel.precision import LOW_PRECISIONS
-from costmodel.precision import parts as low_precision_parts
+from costmodel.precision import expanded
 from costmodel.quantity import Source, worst
 
 # Main-thread time of a step outside everything else (loop, metrics) [Assumed where not measured].
@@ -104,14 +103,7 @@ class Pricer:
 
     def expanded(self, ops: Iterable[Op], phase: str) -> list[tuple[Op, str]]:
         """(op, phase that it is timed in): linear layers below 16 bits as their quantisations and products (costmodel.precision)."""
-        found: list[tuple[Op, str]] = []
-        for one in ops:
-            if one.kind == "linear" and one.dtype in LOW_PRECISIONS:
-                made = low_precision_parts(one, phase, self.device, low_weight_gradients=self.low_weight_gradients)
-                found += [(part, FORWARD) for part in made]
-            else:
-                found.append((one, phase))
-        return found
+        return expanded(((one, phase) for one in ops), self.device, low_weight_gradients=self.low_weight_gradients)
 
     def _timed(self, one: Op, phase: str) -> Cost:
         time, (at_peak, at_bandwidth) = self.time(one, phase), compute.limits(one, phase, self.device)

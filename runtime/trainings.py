@@ -1,24 +1,31 @@
 """Several plans of one layout, one after the other in one job, under torchrun: `-m runtime.trainings FOLDER... [--steps K]`.
 
 Each FOLDER holds a `plan.json` and gets a `result.json`. What differs between them (seed, precision, what is saved) costs no start of processes and
-no process groups; no checkpoints are written. Rank 0 prints an event as each is done. Exit codes are those of `runtime.train`.
+no process groups, and what they train on is built once (`runtime.kept`); no checkpoints are written. Rank 0 prints an event as each is done. Exit
+codes are those of `runtime.train`.
 """
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import sys
 from pathlib import Path
 
 import torch
 
+from costmodel.codec import content_hash
 from costmodel.plan import Plan
 from costmodel.runresult import Quality, RunResult
 from runtime import mesh
-from runtime.data import open_source
+from runtime.data import Source, open_source
+from runtime.kept import KeptSource
 from runtime.metrics import Metrics
 from runtime.train import FAILED, INTERRUPTED, OK, USAGE, StopSignal, check_plan, environment, pick_device
 from runtime.trainer import NonFiniteLoss, Trainer
+
+# Of batches that a rank keeps, for all seeds.
+KEPT_BYTES = 16e9
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,10 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     stop, owners, code = StopSignal(), [], OK
     mesh.start(device)
+    shared = collections.Counter(map(_data, plans))
+    sources: dict[str, KeptSource] = {}
     for folder, plan in zip(options.folders, plans):
         owners.clear()
         try:
-            owners.append(Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device, stop=stop))
+            source: Source = open_source(plan.model, plan.workload, seed=plan.seed)
+            if shared[_data(plan)] > 1:
+                source = sources.setdefault(_data(plan), KeptSource(source, most_bytes=KEPT_BYTES / len(shared)))
+            owners.append(Trainer(plan, source, device=device, stop=stop))
             code = _train(owners[0], folder, options.steps)
         except (NonFiniteLoss, ValueError) as error:  # every rank meets them alike
             code = _refuse(rank, f"{folder.name}: {error}", FAILED if isinstance(error, NonFiniteLoss) else USAGE)
@@ -47,6 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
             break
     mesh.leave(owners)
     return code
+
+
+def _data(plan: Plan) -> str:
+    """The same for plans that train on the same samples."""
+    return content_hash((plan.model, plan.workload, plan.seed))
 
 
 def _train(trainer: Trainer, folder: Path, steps: int | None) -> int:

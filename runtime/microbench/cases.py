@@ -16,15 +16,16 @@ from torch.nn import functional as F
 from costmodel import ops
 from costmodel.blocks.attention import GDPA_ACTIVATIONS
 from costmodel.model import TableGroup
-from kernels import block_attention, gdpa, jagged_attention
+from costmodel.precision import LOW_PRECISIONS, unfit
+from kernels import block_attention, factor, gdpa, jagged_attention
 from kernels.embedding import embedding_pooled, embedding_sequence, new_optimizer_state
-from kernels.factor import factor_rows
 from kernels.jagged import jagged_mean
 from runtime.microbench.requests import Request
 from runtime.microbench.timing import Run
 from runtime.model.interformer import even_offsets
 from runtime.model.sequence import last_event
 from runtime.optimizer import build_dense_optimizer
+from runtime.precision.linear import SCALINGS, product, runs_natively
 from runtime.shards import Storage
 from runtime.synthetic import Zipf
 from runtime.tables import DTYPES, StoredTable
@@ -38,7 +39,10 @@ _ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu, "sigmoid": t
 
 
 def executable(request: Request) -> bool:
-    """Whether the runtime has this op (formats without a kernel here are not timed)."""
+    """Whether the runtime has this op (formats without a kernel here, and shapes that a format cannot have, are not timed)."""
+    if request.op.kind == "linear" and request.op.dtype in LOW_PRECISIONS:
+        features = dict(request.op.features)
+        return SCALINGS[request.op.dtype][0] in factor.SCALINGS and unfit(request.op.dtype, features["k"], features["n"]) is None
     return request.op.kind in _BUILDERS and request.op.dtype in PARAM_DTYPES
 
 
@@ -94,6 +98,16 @@ def _linear(request: Request, device: torch.device) -> Differentiable:
     return [x, module.weight, module.bias], lambda: module(x)
 
 
+def _linear_case(request: Request, phase: str, device: torch.device) -> Run:
+    """A layer; below 16 bits the product of quantised factors alone, whose quantisations are ops of their own (costmodel.precision)."""
+    if request.op.dtype not in LOW_PRECISIONS:
+        return _differentiable(_linear)(request, phase, device)
+    m, k, n = _sizes(request, "m", "k", "n")
+    scaling, native = SCALINGS[request.op.dtype][0], runs_natively(request.op.dtype, device)
+    x, w = (factor.factor_rows(noise(rows, k, device=device).bfloat16(), scaling).quantized for rows in (m, n))
+    return Run(run=lambda _: product(x, w, native=native, dtype=torch.bfloat16))
+
+
 def _bmm(request: Request, device: torch.device) -> Differentiable:
     b, m, k, n = _sizes(request, "b", "m", "k", "n")
     x, y = _random(request, device, b, m, k), _random(request, device, b, k, n)
@@ -135,7 +149,7 @@ def _cast(request: Request, device: torch.device) -> Differentiable:
 def _quantize(request: Request, _phase: str, device: torch.device) -> Run:
     """To 8 bits with a scale a row, as a linear layer's factors are."""
     x = noise(*_sizes(request, "m", "n"), device=device).to(PARAM_DTYPES[request.op.dtype])
-    return Run(run=lambda _: factor_rows(x, "rowwise"))
+    return Run(run=lambda _: factor.factor_rows(x, "rowwise"))
 
 
 def _attention(request: Request, device: torch.device) -> Differentiable:
@@ -261,7 +275,7 @@ def _adamw(request: Request, _phase: str, device: torch.device) -> Run:
 
 _BUILDERS: dict[str, Callable[[Request, str, torch.device], Run]] = {
     "bmm": _differentiable(_bmm),
-    "linear": _differentiable(_linear), "layer_norm": _differentiable(_layer_norm), "activation": _differentiable(_activation),
+    "linear": _linear_case, "layer_norm": _differentiable(_layer_norm), "activation": _differentiable(_activation),
     "elementwise": _elementwise, "cast": _differentiable(_cast), "quantize": _quantize, "attention": _differentiable(_attention),
     "segment_mean": _differentiable(_segment_mean), "bce": _differentiable(_bce), "cross_entropy": _differentiable(_cross_entropy),
     "embedding_lookup": _embedding_lookup, "embedding_update": _embedding_update, "unique": _unique, "adamw": _adamw,

@@ -29,6 +29,7 @@ from costmodel.memory import backward_bytes
 from costmodel.model import TableGroup
 from costmodel.ops import KINDS
 from costmodel.plan import Layout, Plan, RegionOption, TablePlacement
+from costmodel.precision import LOW_PRECISIONS
 from costmodel.regions import Region, regions
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
 from costmodel.sparse import expected_unique, skew
@@ -46,6 +47,7 @@ from runtime.mixed_precision import compute_in
 from runtime.model import GEM
 from runtime.optimizer import build_dense_optimizer
 from runtime.parallelize import PARAM_DTYPES
+from runtime.precision.linear import use_low_precision
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 POLICIES = ("none", "selective", "full")
@@ -187,6 +189,11 @@ def _workspace(run: Run, block: nn.Module) -> float:
     return float(peak - before + gradient - sum(p.numel() * p.element_size() for p in block.parameters()))
 
 
+def layer_precision(plan: Plan) -> str:
+    """What a plan to calibrate by computes in: that of its first layer, since inputs of histories keep 16 bits where layers have 8."""
+    return next((r for r in plan.regions if r.region.split(".")[-1].isdigit()), plan.regions[0]).options[0].precision
+
+
 def build_block(plan: Plan, region: Region, device: torch.device, *, precision: str, policy: str) -> nn.Module:
     with device:
         model = GEM(dataclasses.replace(plan.model, sequences=tuple(
@@ -194,6 +201,8 @@ def build_block(plan: Plan, region: Region, device: torch.device, *, precision: 
     parent, name = model.regions()[region.name][0]
     block = parent.get_submodule(name)
     option = RegionOption(count=1, precision=precision, checkpoint=policy)  # type: ignore[arg-type]
+    if precision in LOW_PRECISIONS:
+        use_low_precision(block, precision, device=device, options=plan.recipe, region=region.name)
     if option.precision != "fp32":
         compute_in(block, PARAM_DTYPES[option.precision])
     apply_checkpointing(block, option.checkpoint)
@@ -369,10 +378,10 @@ def attempted(samples: Iterator[Sample], what: str, report: Report) -> list[Samp
 def plan_samples(plan: Plan, device: torch.device, rng: np.random.Generator, seconds: float) -> Iterator[Sample]:
     """Blocks, tables, loader and optimizer of one plan."""
     source = open_source(plan.model, plan.workload, seed=plan.seed)
-    precision = plan.regions[0].options[0].precision
+    precision = layer_precision(plan)
     for i, batch in enumerate(batches(plan, rng)):
         yield from block_samples(plan, batch, device, precision=precision, policies=POLICIES if precision == "bf16" else ("none",), seconds=seconds,
-                                 layers_only=i > 0)
+                                 layers_only=i > 0 or precision in LOW_PRECISIONS)
         if precision == "bf16":
             yield from sparse_samples(plan, source, batch.samples, device, seconds=seconds)
             yield input_sample(plan, source, batch.samples, seconds=2 * seconds)
@@ -452,7 +461,7 @@ def small_plans(plans: list[Plan]) -> list[Plan]:
     found: dict[tuple[str, str, str], Plan] = {}
     for policy in POLICIES:
         for plan in plans:
-            layer, precision = plan.model.sequences[0].layers[0], plan.regions[0].options[0].precision
+            layer, precision = plan.model.sequences[0].layers[0], layer_precision(plan)
             if (layer.kind, precision, policy) in found or (precision == "fp32" and policy != "none"):
                 continue
             mean = plan.workload.lengths[plan.model.sequences[0].name].mean()

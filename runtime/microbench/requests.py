@@ -17,7 +17,7 @@ from costmodel.blocks import BatchShape, Block, JaggedShape
 from costmodel.model import TableGroup
 from costmodel.ops import KINDS, Op, op
 from costmodel.plan import Plan
-from costmodel.precision import LOW_PRECISIONS, parts
+from costmodel.precision import LOW_PRECISIONS, MULTIPLES, parts
 from costmodel.regions import regions
 from costmodel.sparse import expected_unique, skew
 from costmodel.workload import Lengths
@@ -153,7 +153,7 @@ def _spread(own: list[Request], count: int, seed: int) -> list[Request]:
     points = np.exp(qmc.Halton(len(names), seed=seed).random(count) * (high - low) + low)
     found = []
     for i, point in enumerate(points):
-        features = _legal(kind, dict(zip(names, np.round(point).tolist())))
+        features = _legal(kind, dict(zip(names, np.round(point).tolist())), MULTIPLES.get(template.op.dtype, 8))
         one = op(kind, variant=template.op.variant, dtype=template.op.dtype, **features)
         options = dict(own[i % len(own)].options)
         if "bags" in options:
@@ -162,11 +162,12 @@ def _spread(own: list[Request], count: int, seed: int) -> list[Request]:
     return found
 
 
-def _legal(kind: str, features: dict[str, float]) -> dict[str, float]:
-    """Shapes that can exist: fewer unique rows than ids and rows, widths in eights, as many parameters as tensors."""
+def _legal(kind: str, features: dict[str, float], multiple: int = 8) -> dict[str, float]:
+    """Shapes that can exist: fewer unique rows than ids and rows, widths in multiples, as many parameters as tensors."""
     for name in ("k", "n", "dim"):
         if name in features and kind != "bce":
-            features[name] = max(8.0, 8 * round(features[name] / 8)) if features[name] > 8 else max(1.0, features[name])
+            widened = max(float(multiple), multiple * round(features[name] / multiple))
+            features[name] = widened if features[name] > 8 or multiple > 8 else max(1.0, features[name])
     if "unique" in features:
         features["tables"] = 1.0
         features["rows"] = max(2.0, features["rows"])

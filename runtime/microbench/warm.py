@@ -57,7 +57,7 @@ def run_blocks(plan: Plan, device: torch.device) -> int:
     from runtime.data import open_source
     from runtime.microbench import gpu
 
-    count, precision = 0, plan.regions[0].options[0].precision
+    count, precision = 0, gpu.layer_precision(plan)
     for lengths in _LENGTHS:
         longest = {s.name: plan.workload.lengths[s.name].maximum for s in plan.model.sequences}
         batch = gpu.Lengths(samples=len(lengths), lengths={name: np.minimum(lengths, most) for name, most in longest.items()})

@@ -32,7 +32,7 @@ from kernels.norm_quant import HADAMARD_BLOCK, Quantized, quantize
 
 OUTLIER_SHARE = 0.01
 HADAMARD_SEED = 29
-_SCALINGS = {"fp8_tensor": ("tensor_delayed", "tensor_delayed"), "fp8_row": ("rowwise", "rowwise"), "fp8_block": ("block128", "block128"),
+SCALINGS = {"fp8_tensor": ("tensor_delayed", "tensor_delayed"), "fp8_row": ("rowwise", "rowwise"), "fp8_block": ("block128", "block128"),
              "mxfp8": ("mxfp8_1x32", "mxfp8_32x32")}
 _calls = itertools.count(1)
 
@@ -106,7 +106,7 @@ def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | No
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, native: bool, columns: bool) -> tuple[Tensor, Tensor]:
     """`x (M, K)`, `weight (N, K)` -> `(M, N)` in x's dtype, and what `factor_columns` needs of x where `columns` are to follow."""
-    scaling = _SCALINGS[precision][0]
+    scaling = SCALINGS[precision][0]
     factor = factor_rows(x, scaling, columns=columns)
     out = product(factor.quantized, factor_rows(weight, scaling).quantized, native=native, dtype=x.dtype, bias=bias)
     return out, factor.rest if columns else factor.rest.new_empty(0)
@@ -115,7 +115,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, nati
 def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, rest: Tensor, precision: str, native: bool, low: bool, need: Sequence[bool]
                      ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (x, weight, bias), empty where not needed. low: the weights' in 8 bits, with `rest` of x."""
-    scaling = _SCALINGS[precision][0]
+    scaling = SCALINGS[precision][0]
     none, low = grad.new_empty(0), low and need[1]
     if not (need[0] or low):
         return none, grad.t() @ x if need[1] else none, grad.sum(0) if need[2] else none
@@ -174,7 +174,7 @@ class _FusedLinear(torch.autograd.Function):
 def _low_precision_product(a: Tensor, b: Tensor, precision: str, native: bool, square: bool, seed: int | None, hadamard: bool) -> Tensor:
     """Quantises `a (M, K)` and `b (N, K)` and multiplies; one operator, so that a checkpoint policy sees one result.
     square: b takes the weights' scales."""
-    first, second = _SCALINGS[precision]
+    first, second = SCALINGS[precision]
     scaled_b = quantize_factor(b, second if square else first, hadamard=hadamard)
     return product(quantize_factor(a, first, seed=seed, hadamard=hadamard), scaled_b, native=native, dtype=a.dtype)
 

@@ -34,7 +34,7 @@ from runtime.mesh import build_meshes
 from runtime.model import GEM
 from runtime.parallelize import Parallelized, parallelize
 from runtime.phases import PhaseTimer
-from runtime.precision.linear import _SCALINGS, LowPrecisionLinear, quantize_factor
+from runtime.precision.linear import SCALINGS, LowPrecisionLinear, quantize_factor
 from runtime.precision.saved import QUANTIZED_POLICIES
 from runtime.trainer import model_loss
 
@@ -110,7 +110,7 @@ def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _count(layer: LowPrecisionLinear, x: Tensor, seen: _Seen) -> None:
-    scalings = _SCALINGS[layer.recipe.precision]
+    scalings = SCALINGS[layer.recipe.precision]
     for factor, scaling in ((x.detach().reshape(-1, layer.in_features), scalings[0]), (layer.weight.detach(), scalings[1])):
         values = quantize_factor(factor, scaling).values.float().abs()
         seen.elements += factor.numel()
