@@ -12,7 +12,7 @@ from costmodel.blocks.measured import measured_block_ops
 from costmodel.cluster import Cluster, Device
 from costmodel.plan import Layout, Plan
 from runtime.data import open_source
-from runtime.microbench import gpu, warm
+from runtime.microbench import cases, gpu, warm
 from runtime.microbench.requests import requests
 
 CPU = torch.device("cpu")
@@ -126,3 +126,20 @@ def test_every_kind_has_its_turn_and_nothing_is_lost(plan):
     kinds = {(r.op.kind, r.op.variant, r.op.dtype) for r in wanted}
     first = found[:sum(gpu.TURNS.get(kind, 1) for kind, _, _ in kinds)]
     assert {(r.op.kind, r.op.variant, r.op.dtype) for r in first} == kinds
+
+
+def test_blocks_and_products_below_16_bits_are_timed_as_such(plan):
+    device = dataclasses.replace(H200, native_formats=("bf16", "fp8_row"), peak_flops={**H200.peak_flops, "fp8": 1979e12})
+    low = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device), recipe=("low_weight_gradients",), regions=tuple(
+        dataclasses.replace(r, options=tuple(dataclasses.replace(o, precision="fp8_row") for o in r.options)) if r.region == "history.0" else r
+        for r in plan.regions))
+    assert gpu.layer_precision(low) == "fp8_row" and gpu.layer_precision(plan) == "bf16"
+    samples = list(gpu.plan_samples(low, CPU, np.random.default_rng(0), 0.0))
+    assert {s.dtype for s in samples if s.op == "block:hstu"} == {"fp8_row"}
+    products = [r for r in requests([low], points=0.3, gpu=True) if r.op.kind == "linear" and r.op.dtype == "fp8_row"]
+    assert len(products) > 10
+    for request in products:
+        m, k, n = (int(v) for _, v in request.op.features)
+        assert cases.executable(request) and not k % 16 and not n % 16
+        if m * k * n < 1e7:
+            assert cases.cases(request, "forward", CPU, 1)[0].run(None).shape == (m, n)
