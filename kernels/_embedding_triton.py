@@ -4,19 +4,16 @@ Forward: a program a bag; several table rows are in flight at once. Backward wit
 host synchronisation:
 
     1. prepare   (key, bag) of every id; ids outside the offsets get a key past all tables
-    2. sort      keys, stable (radix sort): equal ids become one run of sorted positions; then per sorted position one word with its
-                 gradient row and whether its run begins or ends there, which spares step 3 a chain of three dependent loads
-    3. runs      a program per tile of P sorted positions: gradient rows and table rows all in flight at once, a segmented scan adds the
-                 gradients up, and every run inside the tile updates its table row. A run that comes in from the tile before leaves
-                 its sum as the tile's `lead` share; one that goes on into the next leaves a `trail` share and enters a list.
-    4. crossing  listed runs that end in the next tile, several at a time: trail + lead, then the update
-    5. long      listed runs over more tiles, one at a time, many shares at once, then the update
+    2. sort      keys, stable (radix sort): equal ids become one run of sorted positions
+    3. compact   a list of where runs begin, and each sorted position's gradient row; two launches, as runs are counted first
+    4. runs      several runs at a time, one gradient row of each after the other, then the update of their table rows. A run of more than
+                 SHORT gradient rows is cut into shares of SHARE rows and listed instead.
+    5. shares    the sum of each listed share, several gradient rows at a time
+    6. long      listed runs one at a time: the sum of their shares, several at a time, then the update
 
-Work is balanced whatever the skew: step 3 gives every program P gradient rows, and a run of n costs n / P shares in step 5.
-Every sum has a fixed order that depends on the sorted positions alone, so results repeat bit for bit; the order of the lists does not
-matter, since each entry is a different table row. Measured on an H200 (8 x 5 M x 128 fp32, 1.3 M ids): prepare 16 us, sort 95, mark 13,
-runs 304, crossing 17, long 172. Step 3 issues about 100 instructions a gradient row, because every position, and not only the third of
-them that ends a run, goes through the scan and the masked update; that, not bytes, is what it waits for.
+Work is balanced whatever the skew: no program sums more than SHORT or SHARE gradient rows in turn, and a run of n costs n / SHARE shares
+in step 6. Every sum has a fixed order that depends on the run alone, so results repeat bit for bit; the order of the lists does not
+matter, since each entry is a different table row.
 Shapes: N ids, B bags, R table rows, D numbers a row.
 """
 
@@ -114,22 +111,43 @@ def _prepare_kernel(
     key = tl.where(used, key, no_key)
     tl.store(keys_ptr + position, key.to(keys_ptr.dtype.element_ty), mask=inside)
     if tl.program_id(0) == 0:
-        tl.store(counts_ptr + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        tl.store(counts_ptr + tl.arange(0, 4), tl.zeros([4], tl.int32))
+
+
+@triton.jit(do_not_specialize=["num_ids"])
+def _count_kernel(keys_ptr, begins_ptr, num_ids, BLOCK: tl.constexpr):
+    """Runs that begin in each block of sorted positions; the ids outside the offsets, at the end, count as one."""
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys_ptr + position, mask=position < num_ids, other=-1)
+    previous = tl.load(keys_ptr + position - 1, mask=(position < num_ids) & (position > 0), other=-1)
+    tl.store(begins_ptr + tl.program_id(0), tl.sum((key != previous).to(tl.int32), axis=0))
 
 
 @triton.jit(do_not_specialize=["num_ids", "no_key"])
-def _mark_kernel(keys_ptr, order_ptr, bags_ptr, words_ptr, num_ids, no_key, BLOCK: tl.constexpr, JAGGED: tl.constexpr):
-    """One word per sorted position: gradient row, bit 30 where a run begins, bit 31 (the sign) where it ends."""
-    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _compact_kernel(
+    keys_ptr, order_ptr, bags_ptr, begins_ptr, starts_ptr, sources_ptr, counts_ptr, num_ids, no_key,
+    BLOCK: tl.constexpr, JAGGED: tl.constexpr,
+):  # fmt: skip
+    """Where each run begins, one entry past the last run, how many there are, and the gradient row of each sorted position."""
+    block = tl.program_id(0)
+    position = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = position < num_ids
-    key = tl.load(keys_ptr + position, mask=inside, other=no_key)
+    key = tl.load(keys_ptr + position, mask=inside, other=-1)
     previous = tl.load(keys_ptr + position - 1, mask=inside & (position > 0), other=-1)
-    following = tl.load(keys_ptr + position + 1, mask=position + 1 < num_ids, other=no_key)
     source = tl.load(order_ptr + position, mask=inside, other=0)
     if JAGGED:
         source = tl.load(bags_ptr + source, mask=inside, other=0)
-    word = source.to(tl.int32) | tl.where(key != previous, _BEGINS, 0) | tl.where(key != following, _ENDS, 0)
-    tl.store(words_ptr + position, word, mask=inside)
+    tl.store(sources_ptr + position, source.to(tl.int32), mask=inside)
+    before = tl.zeros([1024], tl.int32)
+    for base in range(0, block, 1024):
+        other = base + tl.arange(0, 1024)
+        before += tl.load(begins_ptr + other, mask=other < block, other=0)
+    begins = inside & (key != previous)
+    run = tl.sum(before, axis=0) + tl.cumsum(begins.to(tl.int32), axis=0)  # of this position, from 1
+    tl.store(starts_ptr + run - 1, position.to(tl.int32), mask=begins)
+    last = position == num_ids - 1  # of all positions: its run is the last one
+    tl.store(counts_ptr + tl.zeros_like(run), tl.where(key == no_key, run - 1, run), mask=last)
+    tl.store(starts_ptr + run, position.to(tl.int32) + 1, mask=last)
 
 
 @triton.jit
@@ -187,11 +205,6 @@ def _apply(
 
 
 @triton.jit
-def _segment_add(value_a, head_a, value_b, head_b):
-    return tl.where(head_b != 0, value_b, value_a + value_b), head_a | head_b
-
-
-@triton.jit
 def _squares(state1_ptr, rows, mask, OPTIMIZER: tl.constexpr, ACC: tl.constexpr):
     """rowwise_adagrad's state of `rows (P,)`; zeros for the others. Loaded early: with the rows, not after them."""
     if OPTIMIZER == "rowwise_adagrad":
@@ -199,113 +212,102 @@ def _squares(state1_ptr, rows, mask, OPTIMIZER: tl.constexpr, ACC: tl.constexpr)
     return tl.zeros(rows.shape, ACC)
 
 
-@triton.jit(do_not_specialize=["num_ids", "tiles", "no_key", "seed"])
+@triton.jit(do_not_specialize=["programs", "no_key", "seed"])
 def _runs_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, lead_ptr, trail_ptr, lists_ptr, counts_ptr,
-    num_ids, tiles, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed,
-    P: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, sources_ptr, starts_ptr, offsets_ptr, shares_ptr, long_ptr, share_start_ptr, counts_ptr,
+    dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
+    RUNS: tl.constexpr, UNROLL: tl.constexpr, SHORT: tl.constexpr, SHARE: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Step 3: tile of P sorted positions."""
-    tile = tl.program_id(0)
-    begin = tile * P
-    lane = tl.arange(0, P)
-    position = begin + lane
+    """Step 4: RUNS runs at a time; one of more than SHORT gradient rows is listed, with its shares, instead."""
     cols = tl.arange(0, BLOCK_D)
-    key = tl.load(keys_ptr + position, mask=position < num_ids, other=no_key).to(tl.int64)
-    word = tl.load(words_ptr + position, mask=position < num_ids, other=-1)
-    before = tl.load(keys_ptr + begin - 1, mask=begin > 0, other=-1).to(tl.int64)
-    last = tl.load(keys_ptr + begin + P - 1, mask=begin + P - 1 < num_ids, other=no_key).to(tl.int64)
-    following = tl.load(keys_ptr + begin + P, mask=begin + P < num_ids, other=no_key).to(tl.int64)
-    beyond = tl.load(keys_ptr + begin + 2 * P, mask=begin + 2 * P < num_ids, other=no_key).to(tl.int64)
-    used = key != no_key
-    incoming = used & (key == before)
-    ends = used & (word < 0)
-    whole = ends & ~incoming  # the last position of a run that lies inside this tile
-    grads = _gradient_rows(grad_ptr, offsets_ptr, word & _SOURCE, used, dim, cols, MEAN, ACC)
-    old = _table_rows(weight_ptr, key, whole, dim, cols, ACC)
-    squares = _squares(state1_ptr, key, whole, OPTIMIZER, ACC)
-
-    # Adding 0 * old makes the sums need the table rows: without it ptxas moves their loads behind the scan, one more latency in turn.
-    # Only the row itself can see it: its gradient becomes NaN where the row already holds Inf or NaN.
-    grads = tl.fma(old, 0.0, grads)
-    begins = (word & _BEGINS) != 0
-    sums, _ = tl.associative_scan((grads, tl.broadcast_to(begins.to(tl.int32)[:, None], [P, BLOCK_D])), 0, _segment_add)
-    _apply(
-        weight_ptr, state1_ptr, state2_ptr, key, whole, sums, old, squares, dim, cols,
-        lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
-    )  # fmt: skip
-
-    target = tl.cast(tile, tl.int64) * dim + cols
-    if (tl.load(keys_ptr + begin).to(tl.int64) == before) & (before != no_key):
-        share = tl.sum(tl.where((incoming & (ends | (lane == P - 1)))[:, None], sums, 0.0), axis=0)
-        tl.store(lead_ptr + target, share, mask=cols < dim)
-    if (last == following) & (last != before) & (last != no_key):
-        share = tl.sum(tl.where((lane == P - 1)[:, None], sums, 0.0), axis=0)
-        tl.store(trail_ptr + target, share, mask=cols < dim)
-        kind = (beyond == last).to(tl.int32)  # 0: ends in the next tile, 1: goes on
-        tl.store(lists_ptr + kind * tiles + tl.atomic_add(counts_ptr + kind, 1, sem="relaxed"), tile)
-
-
-@triton.jit(do_not_specialize=["num_ids", "tiles", "no_key", "seed", "programs"])
-def _crossing_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, lead_ptr, trail_ptr, lists_ptr, counts_ptr,
-    num_ids, tiles, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    P: tl.constexpr, ITEMS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
-    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Step 4: ITEMS listed runs at a time, each of which ends in the tile after its own."""
-    cols = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, RUNS)
     count = tl.load(counts_ptr)
-    for base in range(tl.program_id(0) * ITEMS, count, programs * ITEMS):
-        item = base + tl.arange(0, ITEMS)
-        here = item < count
-        owner = tl.load(lists_ptr + item, mask=here, other=0)
-        key = tl.load(keys_ptr + owner * P + P - 1, mask=here, other=0).to(tl.int64)
-        mask = here[:, None] & (cols < dim)[None, :]
-        place = tl.cast(owner, tl.int64)[:, None] * dim + cols[None, :]
-        trail = tl.load(trail_ptr + place, mask=mask, other=0.0)
-        lead = tl.load(lead_ptr + place + dim, mask=mask, other=0.0)
-        old = _table_rows(weight_ptr, key, here, dim, cols, ACC)
-        squares = _squares(state1_ptr, key, here, OPTIMIZER, ACC)
+    for base in range(tl.program_id(0) * RUNS, count, programs * RUNS):
+        run = base + lane
+        here = run < count
+        begin = tl.load(starts_ptr + run, mask=here, other=0)
+        length = tl.load(starts_ptr + run + 1, mask=here, other=0) - begin
+        short = here & (length <= SHORT)
+        key = tl.load(keys_ptr + begin, mask=here, other=0).to(tl.int64)
+        old = _table_rows(weight_ptr, key, short, dim, cols, ACC)
+        squares = _squares(state1_ptr, key, short, OPTIMIZER, ACC)
+        total = tl.zeros([RUNS, BLOCK_D], ACC)
+        for first in range(0, tl.max(tl.where(short, length, 0), axis=0), UNROLL):
+            for step in tl.static_range(UNROLL):
+                used = short & (first + step < length)
+                source = tl.load(sources_ptr + begin + first + step, mask=used, other=0)
+                total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC)
         _apply(
-            weight_ptr, state1_ptr, state2_ptr, key, here, trail + lead, old, squares, dim, cols,
+            weight_ptr, state1_ptr, state2_ptr, key, short, total, old, squares, dim, cols,
             lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
         )  # fmt: skip
+        if tl.max(tl.where(here, length, 0), axis=0) > SHORT:
+            for i in tl.static_range(RUNS):
+                size = tl.sum(tl.where(here & (lane == i), length, 0), axis=0)
+                if size > SHORT:
+                    start = tl.sum(tl.where(lane == i, begin, 0), axis=0)
+                    pieces = tl.cdiv(size, SHARE)
+                    place = tl.atomic_add(counts_ptr + 1, pieces, sem="relaxed")
+                    item = tl.atomic_add(counts_ptr + 2, 1, sem="relaxed")
+                    tl.store(long_ptr + 3 * item, start)
+                    tl.store(long_ptr + 3 * item + 1, place)
+                    tl.store(long_ptr + 3 * item + 2, pieces)
+                    for piece in range(0, pieces, 32):
+                        which = piece + tl.arange(0, 32)
+                        target = share_start_ptr + 2 * (place + which)
+                        tl.store(target, start + which * SHARE, mask=which < pieces)
+                        tl.store(target + 1, start + tl.minimum((which + 1) * SHARE, size), mask=which < pieces)
 
 
-@triton.jit(do_not_specialize=["num_ids", "tiles", "no_key", "seed", "programs"])
-def _long_runs_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, words_ptr, offsets_ptr, lead_ptr, trail_ptr, lists_ptr, counts_ptr,
-    num_ids, tiles, no_key, dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    P: tl.constexpr, ITEMS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
-    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
+@triton.jit(do_not_specialize=["programs"])
+def _shares_kernel(
+    grad_ptr, sources_ptr, offsets_ptr, shares_ptr, share_start_ptr, counts_ptr, dim, programs,
+    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Step 5: one listed run at a time, ITEMS shares at a time."""
+    """Step 5: sum of each share of a long run, ITEMS gradient rows at a time."""
     cols = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, ITEMS)
     count = tl.load(counts_ptr + 1)
+    for share in range(tl.program_id(0), count, programs):
+        begin = tl.load(share_start_ptr + 2 * share)
+        end = tl.load(share_start_ptr + 2 * share + 1)
+        total = tl.zeros([ITEMS, BLOCK_D], ACC)
+        source = tl.load(sources_ptr + begin + lane, mask=begin + lane < end, other=0)
+        for first in range(begin, end, ITEMS):
+            used = first + lane < end
+            following = tl.load(sources_ptr + first + ITEMS + lane, mask=first + ITEMS + lane < end, other=0)
+            total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC)
+            source = following
+        tl.store(shares_ptr + tl.cast(share, tl.int64) * dim + cols, tl.sum(total, axis=0), mask=cols < dim)
+
+
+@triton.jit(do_not_specialize=["programs", "seed"])
+def _long_runs_kernel(
+    weight_ptr, state1_ptr, state2_ptr, keys_ptr, shares_ptr, long_ptr, counts_ptr,
+    dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
+    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
+    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Step 6: one long run at a time: its shares, ITEMS at a time, then the update."""
+    cols = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, ITEMS)
+    count = tl.load(counts_ptr + 2)
     for item in range(tl.program_id(0), count, programs):
-        owner = tl.load(lists_ptr + tiles + item)
-        key = tl.load(keys_ptr + owner * P + P - 1).to(tl.int64)
+        key = tl.load(keys_ptr + tl.load(long_ptr + 3 * item)).to(tl.int64)
+        place = tl.load(long_ptr + 3 * item + 1).to(tl.int64)
+        pieces = tl.load(long_ptr + 3 * item + 2)
         one = tl.full([1], 1, tl.int1)
         row = tl.full([1], 0, tl.int64) + key
         old = _table_rows(weight_ptr, row, one, dim, cols, ACC)
         squares = _squares(state1_ptr, row, one, OPTIMIZER, ACC)
-        total = tl.load(trail_ptr + tl.cast(owner, tl.int64) * dim + cols, mask=cols < dim, other=0.0)
-        first = owner + 1
-        more = ITEMS
-        while more == ITEMS:  # until a block of tiles is not wholly inside the run
-            begin = (first + lane) * P
-            inside = (begin < num_ids) & (tl.load(keys_ptr + begin, mask=begin < num_ids, other=no_key).to(tl.int64) == key)
-            # the tiles of a run are consecutive: with their number as the mask, and not each tile's key, the loads below depend on
-            # one value and are all in flight; otherwise the compiler chains them key, share, key, share (188 us instead of 30)
-            more = tl.sum(inside.to(tl.int32), axis=0)
-            place = tl.cast(first + lane, tl.int64)[:, None] * dim + cols[None, :]
-            total += tl.sum(tl.load(lead_ptr + place, mask=(lane < more)[:, None] & (cols < dim)[None, :], other=0.0), axis=0)
-            first += ITEMS
+        total = tl.zeros([ITEMS, BLOCK_D], ACC)
+        for first in range(0, pieces, ITEMS):
+            which = first + lane
+            mask = (which < pieces)[:, None] & (cols < dim)[None, :]
+            total += tl.load(shares_ptr + (place + which)[:, None] * dim + cols[None, :], mask=mask, other=0.0)
         _apply(
-            weight_ptr, state1_ptr, state2_ptr, row, one, total[None, :], old, squares, dim, cols,
+            weight_ptr, state1_ptr, state2_ptr, row, one, tl.sum(total, axis=0)[None, :], old, squares, dim, cols,
             lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
         )  # fmt: skip
 
@@ -346,11 +348,12 @@ def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Te
 
 
 POOLED_ROWS = 8  # table rows in flight per program
-BLOCK = 512  # positions per program of steps 1 and 2
-TILE = {"sgd": 8, "rowwise_adagrad": 8, "adagrad": 8, "adam": 8}  # sorted positions per program (P); 16 took 10 % longer on an H200
-CROSSING_ITEMS = 8
-LONG_ITEMS = 64
-LONG_WARPS = 8
+BLOCK = 512  # positions per program of step 1
+COMPACT_BLOCK = 1024  # and of step 3
+RUNS, UNROLL = 4, 2  # runs at a time, and gradient rows of each in flight
+SHORT, SHARE = 32, 64  # gradient rows of the longest run that step 4 sums by itself, and of a share of a longer one
+SHARE_ITEMS, LONG_ITEMS = 8, 32
+SHARE_WARPS, LONG_WARPS = 1, 4
 PROGRAMS = 2112  # sixteen programs on each of the 132 multiprocessors; what is not needed leaves at once
 
 
@@ -369,7 +372,7 @@ def embedding_update_(
     no_key = _NO_KEY_32 if narrow else _NO_KEY_64
     keys = torch.empty(num_ids, dtype=torch.int32 if narrow else torch.int64, device=ids.device)
     bags = torch.empty(num_ids if offsets is not None else 0, dtype=torch.int32, device=ids.device)
-    counts = torch.empty(2, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(4, dtype=torch.int32, device=ids.device)
     num_bags = offsets.numel() - 1 if offsets is not None else 0
     offsets = offsets.contiguous() if offsets is not None else None
     _prepare_kernel[(triton.cdiv(num_ids, BLOCK),)](
@@ -377,28 +380,38 @@ def embedding_update_(
         BLOCK=BLOCK, JAGGED=offsets is not None, CHECK=check, num_warps=4, debug=check, sanitize_overflow=False,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
-    words = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
-    _mark_kernel[(triton.cdiv(num_ids, BLOCK),)](
-        keys, order, bags, words, num_ids, no_key, BLOCK=BLOCK, JAGGED=offsets is not None, num_warps=4
-    )
-    tile = TILE[optimizer]
-    tiles = triton.cdiv(num_ids, tile)
-    block_d = triton.next_power_of_2(dim)
-    lead, trail = torch.empty((2, tiles, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
-    lists = torch.empty((2, tiles), dtype=torch.int32, device=ids.device)
-    arguments = (
-        weight, state1, state2, grad_out, keys, words, offsets, lead, trail, lists, counts, num_ids, tiles, no_key, dim,
-        lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed or 0,
+    jagged, blocks = offsets is not None, triton.cdiv(num_ids, COMPACT_BLOCK)
+    begins = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    starts = torch.empty(num_ids + 1, dtype=torch.int32, device=ids.device)
+    sources = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
+    _count_kernel[(blocks,)](keys, begins, num_ids, BLOCK=COMPACT_BLOCK, num_warps=4)
+    _compact_kernel[(blocks,)](keys, order, bags, begins, starts, sources, counts, num_ids, no_key, BLOCK=COMPACT_BLOCK, JAGGED=jagged, num_warps=4)
+    most_long = num_ids // (SHORT + 1)
+    most_shares = num_ids // SHARE + most_long
+    shares = torch.empty((most_shares, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
+    share_starts = torch.empty(2 * most_shares, dtype=torch.int32, device=ids.device)
+    long = torch.empty(3 * most_long, dtype=torch.int32, device=ids.device)
+    scalars = (lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed or 0)
+    options = dict(BLOCK_D=triton.next_power_of_2(dim), ACC=_accumulator(weight.dtype))
+    update = dict(OPTIMIZER=optimizer, DECAY=weight_decay != 0.0, ROUND=seed is not None)
+    warps = max(1, options["BLOCK_D"] // 128)  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
+    programs = min(PROGRAMS, triton.cdiv(num_ids, RUNS))
+    _runs_kernel[(programs,)](
+        weight, state1, state2, grad_out, keys, sources, starts, offsets, shares, long, share_starts, counts, dim, *scalars, programs,
+        RUNS=RUNS, UNROLL=UNROLL, SHORT=SHORT, SHARE=SHARE, MEAN=mean, **options, **update, num_warps=warps,
     )  # fmt: skip
-    options = dict(
-        P=tile, BLOCK_D=block_d, MEAN=mean, OPTIMIZER=optimizer,
-        DECAY=weight_decay != 0.0, ROUND=seed is not None, ACC=_accumulator(weight.dtype),
+    if most_long == 0:
+        return
+    programs = min(PROGRAMS, most_shares)
+    _shares_kernel[(programs,)](
+        grad_out, sources, offsets, shares, share_starts, counts, dim, programs,
+        ITEMS=SHARE_ITEMS, MEAN=mean, **options, num_warps=max(SHARE_WARPS, warps),
     )  # fmt: skip
-    warps = max(1, block_d // 128)  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
-    _runs_kernel[(tiles,)](*arguments, **options, num_warps=warps)
-    programs = min(PROGRAMS, tiles)
-    _crossing_kernel[(programs,)](*arguments, programs, ITEMS=CROSSING_ITEMS, **options, num_warps=warps)
-    _long_runs_kernel[(programs,)](*arguments, programs, ITEMS=LONG_ITEMS, **options, num_warps=max(LONG_WARPS, warps))
+    programs = min(PROGRAMS, most_long)
+    _long_runs_kernel[(programs,)](
+        weight, state1, state2, keys, shares, long, counts, dim, *scalars, programs, ITEMS=LONG_ITEMS, **options, **update,
+        num_warps=max(LONG_WARPS, warps),
+    )  # fmt: skip
 
 
 def embedding_dense_grad(grad_out: Tensor, ids: Tensor, offsets: Tensor | None, num_rows: int, mean: bool) -> Tensor:

@@ -63,33 +63,20 @@ def _jagged_to_padded_kernel(
     tl.store(out_ptr + row * width + flat, data, mask=flat < width)
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_len", "total", "chunks", "tail_programs"])
+@triton.jit(do_not_specialize=["max_len", "total", "num_rows", "steps"])
 def _padded_to_jagged_kernel(
-    dense_ptr, offsets_ptr, out_ptr, num_rows, max_len, dim, total, chunks, tail_programs, CHUNK: tl.constexpr, CHECK: tl.constexpr
+    dense_ptr, offsets_ptr, out_ptr, max_len, total, num_rows, steps, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr
 ):
-    pid = tl.program_id(0)
-    row = pid // chunks
-    if row < num_rows:
-        start = tl.load(offsets_ptr + row).to(tl.int64)
-        length = tl.load(offsets_ptr + row + 1).to(tl.int64) - start
-        if CHECK:
-            tl.device_assert(length <= max_len, "padded_to_jagged: a row is longer than max_len")
-        flat = tl.cast(pid % chunks, tl.int64) * CHUNK + tl.arange(0, CHUNK)
-        mask = flat < length * dim
-        data = tl.load(dense_ptr + row * (tl.cast(max_len, tl.int64) * dim) + flat, mask=mask)
-        tl.store(out_ptr + start * dim + flat, data, mask=mask)
-    else:  # rows that belong to no batch row: before the first offset and from the last one on
-        first = tl.load(offsets_ptr).to(tl.int64) * dim
-        last = tl.load(offsets_ptr + num_rows).to(tl.int64) * dim
-        end = tl.cast(total, tl.int64) * dim
-        zeros = tl.zeros([CHUNK], out_ptr.dtype.element_ty)
-        worker = tl.cast(pid - num_rows * chunks, tl.int64)
-        for base in range(worker * CHUNK, first, tl.cast(tail_programs, tl.int64) * CHUNK):
-            flat = base + tl.arange(0, CHUNK)
-            tl.store(out_ptr + flat, zeros, mask=flat < first)
-        for base in range(last + worker * CHUNK, end, tl.cast(tail_programs, tl.int64) * CHUNK):
-            flat = base + tl.arange(0, CHUNK)
-            tl.store(out_ptr + flat, zeros, mask=flat < end)
+    """Tile of jagged rows: the work follows the values, not the padding, however skewed the lengths are."""
+    position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, place, inside = _locate(offsets_ptr, position, total, num_rows, steps)
+    if CHECK:
+        tl.device_assert((place < max_len) | ~inside, "padded_to_jagged: a row is longer than max_len")
+    source = row.to(tl.int64) * max_len + place
+    for d0 in range(0, dim, BLOCK_D):
+        cols = d0 + tl.arange(0, BLOCK_D)
+        data = tl.load(dense_ptr + source[:, None] * dim + cols[None, :], mask=inside[:, None] & (cols < dim)[None, :], other=0.0)
+        tl.store(out_ptr + position[:, None] * dim + cols[None, :], data, mask=(position < total)[:, None] & (cols < dim)[None, :])
 
 
 @triton.jit(do_not_specialize=["total", "num_rows", "steps"])
@@ -158,25 +145,70 @@ def _rowwise_kernel(
         tl.store(out_ptr + target, data.to(out_ptr.dtype.element_ty), mask=(position < total)[:, None] & (cols < dim)[None, :])
 
 
-@triton.jit(do_not_specialize=["blocks_d"])
+@triton.jit
+def _sum_rows(values_ptr, begin, end, dim, cols, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):
+    """Sum of the entries [begin, end), ROWS at a time, in a fixed order."""
+    total = tl.zeros([ROWS, BLOCK_D], ACC)
+    for base in range(begin, end, ROWS):
+        position = base + tl.arange(0, ROWS)
+        mask = (position < end)[:, None] & (cols < dim)[None, :]
+        total += tl.load(values_ptr + position[:, None] * dim + cols[None, :], mask=mask, other=0.0).to(ACC)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "steps", "blocks_d", "blocks"])
 def _reduce_kernel(
-    values_ptr, offsets_ptr, out_ptr, dim, blocks_d, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr
-):
-    """One batch row and one block of columns: sum tiles of ROWS entries in their order."""
+    values_ptr, offsets_ptr, out_ptr, shares_ptr, num_rows, steps, dim, blocks_d, blocks,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Sum one share of a row: SHARE entries from its start, or from a multiple of SHARE behind it; a row of one share is done then.
+
+    The first programs take the rows' first shares, the others the later share that begins in their block of SHARE positions: there is
+    at most one, and it belongs to the row of the block's first position. Likewise one row at most of several shares begins in a block.
+    """
+    pid = tl.program_id(0)
+    item = (pid // blocks_d).to(tl.int64)
+    cols = (pid % blocks_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    if item < num_rows:
+        start = tl.load(offsets_ptr + item).to(tl.int64)
+        end = tl.load(offsets_ptr + item + 1).to(tl.int64)
+        out = _sum_rows(values_ptr, start, tl.minimum(end, start + SHARE), dim, cols, ROWS, BLOCK_D, ACC)
+        if end - start > SHARE:
+            tl.store(shares_ptr + (start // SHARE) * dim + cols, out, mask=cols < dim)
+        else:
+            if MEAN:
+                out = out / tl.maximum(end - start, 1).to(ACC)
+            tl.store(out_ptr + item * dim + cols, out.to(out_ptr.dtype.element_ty), mask=cols < dim)
+    else:
+        block = item - num_rows
+        row = tl.max(_find_rows(offsets_ptr, tl.zeros([1], tl.int64) + block * SHARE, num_rows, steps), axis=0)
+        if row < num_rows:
+            start = tl.load(offsets_ptr + row).to(tl.int64)
+            end = tl.load(offsets_ptr + row + 1).to(tl.int64)
+            begin = start + tl.cdiv(block * SHARE - start, SHARE) * SHARE
+            if (start < block * SHARE) & (begin < end):
+                out = _sum_rows(values_ptr, begin, tl.minimum(end, begin + SHARE), dim, cols, ROWS, BLOCK_D, ACC)
+                tl.store(shares_ptr + (blocks + block) * dim + cols, out, mask=cols < dim)
+
+
+@triton.jit(do_not_specialize=["blocks_d", "blocks"])
+def _reduce_shares_kernel(
+    offsets_ptr, out_ptr, shares_ptr, dim, blocks_d, blocks,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Rows of several shares: the first one and the later ones, in order."""
     pid = tl.program_id(0)
     row = (pid // blocks_d).to(tl.int64)
     cols = (pid % blocks_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     start = tl.load(offsets_ptr + row).to(tl.int64)
-    end = tl.load(offsets_ptr + row + 1).to(tl.int64)
-    total = tl.zeros([ROWS, BLOCK_D], ACC)
-    for base in range(start, end, ROWS):
-        position = base + tl.arange(0, ROWS)
-        mask = (position < end)[:, None] & (cols < dim)[None, :]
-        total += tl.load(values_ptr + position[:, None] * dim + cols[None, :], mask=mask, other=0.0).to(ACC)
-    out = tl.sum(total, axis=0)
-    if MEAN:
-        out = out / tl.maximum(end - start, 1).to(ACC)
-    tl.store(out_ptr + row * dim + cols, out.to(out_ptr.dtype.element_ty), mask=cols < dim)
+    length = tl.load(offsets_ptr + row + 1).to(tl.int64) - start
+    if length > SHARE:
+        out = tl.load(shares_ptr + (start // SHARE) * dim + cols, mask=cols < dim, other=0.0)
+        first = blocks + start // SHARE
+        out += _sum_rows(shares_ptr, first + 1, first + tl.cdiv(length, SHARE), dim, cols, ROWS, BLOCK_D, ACC)
+        if MEAN:
+            out = out / length.to(ACC)
+        tl.store(out_ptr + row * dim + cols, out.to(out_ptr.dtype.element_ty), mask=cols < dim)
 
 
 @triton.jit(do_not_specialize=["total", "num_rows", "steps"])
@@ -255,13 +287,11 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int, *, check: bool 
     dense, offsets = dense.contiguous(), offsets.contiguous()
     num_rows, max_len, dim = dense.shape[0], dense.shape[1], _dim(dense.shape[2:])
     out = dense.new_empty((total, *dense.shape[2:]))
-    chunk = _chunk(max_len, dim)
-    chunks = max(1, triton.cdiv(max_len * dim, chunk))
+    rows, block_d = _tile(dim)
     if total and dim:
-        tail = min(64, triton.cdiv(total * dim, chunk))
-        _padded_to_jagged_kernel[(num_rows * chunks + tail,)](
-            dense, offsets, out, num_rows, max_len, dim, total, chunks, tail,
-            CHUNK=chunk, CHECK=check, num_warps=WARPS, debug=check, sanitize_overflow=False,
+        _padded_to_jagged_kernel[(triton.cdiv(total, rows),)](
+            dense, offsets, out, max_len, total, num_rows, _steps(num_rows), dim,
+            ROWS=rows, BLOCK_D=block_d, CHECK=check, num_warps=WARPS, debug=check, sanitize_overflow=False,
         )  # fmt: skip
     return out
 
@@ -337,15 +367,22 @@ def jagged_broadcast(dense: Tensor, offsets: Tensor, total: int, mean: bool) -> 
     return _rowwise(dense, dense, offsets, total, "copy", mean)
 
 
+REDUCE_SHARE = 256  # entries a program sums: long rows are shared among programs
+
+
 def jagged_reduce(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
-    values = values.contiguous()
-    dim, num_rows = _dim(values.shape[1:]), offsets.numel() - 1
+    values, offsets = values.contiguous(), offsets.contiguous()
+    total, dim, num_rows = values.shape[0], _dim(values.shape[1:]), offsets.numel() - 1
     out = values.new_empty((num_rows, *values.shape[1:]))
     block_d = min(triton.next_power_of_2(max(dim, 1)), 128)
     blocks_d = triton.cdiv(dim, block_d)
     if num_rows and dim:
-        _reduce_kernel[(num_rows * blocks_d,)](
-            values, offsets.contiguous(), out, dim, blocks_d,
-            ROWS=max(1, 4096 // block_d), BLOCK_D=block_d, MEAN=mean, ACC=_accumulator(values.dtype), num_warps=WARPS,
-        )  # fmt: skip
+        blocks = triton.cdiv(total, REDUCE_SHARE) if total > REDUCE_SHARE else 0  # without one no row has a second share
+        shares = torch.empty((2, blocks, dim), dtype=accumulate_dtype(values.dtype), device=values.device)
+        options = dict(SHARE=REDUCE_SHARE, BLOCK_D=block_d, MEAN=mean, ACC=_accumulator(values.dtype), num_warps=WARPS)
+        _reduce_kernel[((num_rows + blocks) * blocks_d,)](
+            values, offsets, out, shares, num_rows, _steps(num_rows), dim, blocks_d, blocks, ROWS=max(1, 4096 // block_d), **options
+        )
+        if blocks:
+            _reduce_shares_kernel[(num_rows * blocks_d,)](offsets, out, shares, dim, blocks_d, blocks, ROWS=8, **options)
     return out

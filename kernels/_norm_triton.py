@@ -107,10 +107,13 @@ def _store(ptr, data, rows, cols, num_rows, dim, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _scaled_by(y, ptr, cols, dim, EVEN: tl.constexpr, ACC: tl.constexpr):
+def _columns(ptr, rows, cols, dim, EVEN: tl.constexpr, ACC: tl.constexpr):
+    """One number a column, as a tile of whole rows: so the tile comes in the layout that x has. As a vector it would come in one of its own
+    and be moved through shared memory, at 34 barriers a program of 4,096 columns."""
+    place = (rows * 0)[:, None] + cols[None, :]
     if EVEN:
-        return y * tl.load(ptr + cols).to(ACC)[None, :]
-    return y * tl.load(ptr + cols, mask=cols < dim, other=0.0).to(ACC)[None, :]
+        return tl.load(ptr + place).to(ACC)
+    return tl.load(ptr + place, mask=(cols < dim)[None, :], other=0.0).to(ACC)
 
 
 @triton.jit
@@ -143,9 +146,9 @@ def _normalise(
                 x = tl.where((cols < dim)[None, :], x, 0.0)
         factor = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
         tl.store(rstd_ptr + rows, factor, mask=rows < num_rows)
-        x = _scaled_by(x, weight_ptr, cols, dim, EVEN, ACC)
+        x *= _columns(weight_ptr, rows, cols, dim, EVEN, ACC)
         if BIAS:
-            x = x * factor[:, None] + tl.load(bias_ptr + cols, mask=cols < dim, other=0.0).to(ACC)[None, :]
+            x = x * factor[:, None] + _columns(bias_ptr, rows, cols, dim, EVEN, ACC)
             factor = tl.full(rows.shape, 1.0, ACC)
     return x, factor
 
@@ -232,9 +235,9 @@ def _norm_quantize_square_kernel(
         cols = d0 + tl.arange(0, BLOCK_D)
         y = _load(x_ptr, rows, cols, num_rows, dim, EVEN, tl.float32)
         if KIND != "none":
-            y = _scaled_by((y - mean[:, None]) * rstd[:, None], weight_ptr, cols, dim, EVEN, tl.float32)
+            y = (y - mean[:, None]) * rstd[:, None] * _columns(weight_ptr, rows, cols, dim, EVEN, tl.float32)
             if BIAS:
-                y += tl.load(bias_ptr + cols, mask=cols < dim, other=0.0).to(tl.float32)[None, :]
+                y += _columns(bias_ptr, rows, cols, dim, EVEN, tl.float32)
         if HADAMARD:
             y = _hadamard(y, cols, hadamard_seed, 32, BLOCK_D)
         if not EVEN:

@@ -10,11 +10,21 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_agrees_with_the_cpu(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_movement_agrees_with_the_cpu(dtype):
     agreement.agree_jagged("cuda", (dtype,))
-    agreement.agree_embedding("cuda", (dtype,), agreement.EMBEDDING_CASES[2:])
-    agreement.agree_norm("cuda", (dtype,), agreement.NORM_SHAPES[1:3])
+
+
+@pytest.mark.parametrize("case", agreement.EMBEDDING_CASES[2:], ids=lambda case: f"{len(case[0])}-bags-of-{case[3]}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_embedding_agrees_with_the_cpu(dtype, case):
+    agreement.agree_embedding("cuda", (dtype,), [case])
+
+
+@pytest.mark.parametrize("shape", agreement.NORM_SHAPES[1:3], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_norms_agree_with_the_cpu(dtype, shape):
+    agreement.agree_norm("cuda", (dtype,), [shape])
 
 
 def test_embedding_in_fp64():
