@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels._fp8 import E4M3_MAX, HADAMARD_BLOCK, MIN_AMAX
 from kernels._rounding_triton import random_bits
-from kernels.norm_quant import scales_shape
+from kernels.norm_quant import TENSOR_WISE, scales_shape
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _SCALE_OF_ONE = tl.constexpr(1.0 / E4M3_MAX)
@@ -24,6 +24,10 @@ MAX_DIM = 65536
 # Few threads a row: the reductions' instructions and barriers, not the bytes, are what costs time. Row-wise fp8 on an H200, TB/s at 16, 32, 64:
 # D=512 2.5, 4.1, 4.1; D=1024 3.3, 3.8, 4.2; D=2048 3.2, 3.3, 3.6; D=4096 2.8, 3.0, 3.1; D=8192 2.3, 2.4, 2.8.
 ELEMENTS_PER_THREAD = 64
+# A maximum over the tensor takes few programs, each over many rows, and so few atomics on its one address: one a program.
+LOOPED = ("tensor_delayed", "tensor_amax")
+LOOPED_ELEMENTS_PER_THREAD = 32
+LOOPED_WARPS_PER_SM = 20
 BACKWARD_ELEMENTS_PER_THREAD = 16
 BACKWARD_WARPS_PER_SM = 16
 
@@ -89,12 +93,12 @@ def _hadamard(y, cols, seed, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, rows, cols, num_rows, dim, EVEN: tl.constexpr, ACC: tl.constexpr):
+def _load(ptr, rows, cols, num_rows, dim, EVEN: tl.constexpr):
     """Tile (rows, cols) of a matrix; EVEN says that no row or column is outside: masks cost instructions, which are short here."""
     place = rows[:, None] * dim + cols[None, :]
     if EVEN:
-        return tl.load(ptr + place).to(ACC)
-    return tl.load(ptr + place, mask=(rows < num_rows)[:, None] & (cols < dim)[None, :], other=0.0).to(ACC)
+        return tl.load(ptr + place)
+    return tl.load(ptr + place, mask=(rows < num_rows)[:, None] & (cols < dim)[None, :], other=0.0)
 
 
 @triton.jit
@@ -128,14 +132,13 @@ def _amax_bits(y, factor, AXIS: tl.constexpr):
 
 @triton.jit
 def _normalise(
-    x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps,
+    x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps,
     KIND: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Load whole rows, store their statistics, and return `y (R, D)` and `factor (R,)`, the norm being y * factor.
+    """Store the statistics of whole rows `x (R, D)` and return `y (R, D)` and `factor (R,)`, the norm being y * factor.
 
     The factor (1 / sigma) stays outside because it can be multiplied into the scale: one multiplication less per element.
     """
-    x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, ACC)
     factor = tl.full(rows.shape, 1.0, ACC)
     if KIND != "none":
         if KIND == "layernorm":
@@ -161,33 +164,32 @@ def _norm_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
-    y, factor = _normalise(x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, ACC)
+    x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(ACC)
+    y, factor = _normalise(x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, ACC)
     _store(out_ptr, (y * factor[:, None]).to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
 
 
-@triton.jit(do_not_specialize=["num_rows", "hadamard_seed", "seed"])
-def _norm_quantize_kernel(
-    x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, scale_ptr, amax_ptr, mean_ptr, rstd_ptr,
-    num_rows, eps, hadamard_seed, seed,
+@triton.jit
+def _quantize_tile(
+    x, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
     dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SCALING: tl.constexpr,
     BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK_D)
-    y, factor = _normalise(
-        x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, tl.float32
-    )
+    """Normalise, quantise and store whole rows `x (R, D)`; `inverse (R,)` of a scale known beforehand. Returns bits of each row's maximum
+    (tensor_delayed, tensor_amax), else zeros; tensor_amax stores no values."""
+    y, factor = _normalise(x.to(tl.float32), weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, tl.float32)
     if HADAMARD:
         y = _hadamard(y, cols, hadamard_seed, ROWS, BLOCK_D)
-    if SCALING == "tensor_delayed":
+    bits = tl.zeros([ROWS], tl.int32)
+    if SCALING == "tensor_delayed" or SCALING == "tensor_amax":
         bits = tl.where(rows < num_rows, _amax_bits(y, factor, 1), 0)
-        tl.atomic_max(amax_ptr, tl.max(bits, axis=0), sem="relaxed")  # a maximum of integers: the same in any order
-        scaled = y * (factor * tl.div_rn(1.0, tl.load(scale_ptr)))[:, None]
+    if SCALING == "tensor_delayed" or SCALING == "tensor_dynamic":
+        scaled = y * (factor * inverse)[:, None]
     elif SCALING == "rowwise":
         scale, inverse = _fp32_scale(_amax_bits(y, factor, 1))
         tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
         scaled = y * (factor * inverse)[:, None]
-    else:
+    elif SCALING != "tensor_amax":
         blocks = tl.reshape(y, [ROWS, BLOCK_D // BLOCK, BLOCK])
         amax = _amax_bits(blocks, factor[:, None], 2)
         block = tl.arange(0, BLOCK_D // BLOCK)
@@ -201,7 +203,48 @@ def _norm_quantize_kernel(
             tl.store(scales_ptr + target, code.to(tl.uint8), mask=mask)
             inverse = _e8m0_inverse(code)
         scaled = tl.reshape(blocks * (factor[:, None] * inverse)[:, :, None], [ROWS, BLOCK_D])
-    _store(values_ptr, _to_e4m3(scaled, rows, cols, seed, STOCHASTIC), rows, cols, num_rows, dim, EVEN)
+    if SCALING != "tensor_amax":
+        _store(values_ptr, _to_e4m3(scaled, rows, cols, seed, STOCHASTIC), rows, cols, num_rows, dim, EVEN)
+    return bits
+
+
+@triton.jit(do_not_specialize=["num_rows", "programs", "hadamard_seed", "seed"])
+def _norm_quantize_kernel(
+    x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, scale_ptr, amax_ptr, mean_ptr, rstd_ptr,
+    num_rows, programs, eps, hadamard_seed, seed, LOOP: tl.constexpr,
+    dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SCALING: tl.constexpr,
+    BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A tile of ROWS rows a program; with LOOP tiles pid, pid + programs, ..., the next one on its way while one is worked on."""
+    pid = tl.program_id(0)
+    lane = tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    inverse = tl.full([ROWS], 1.0, tl.float32)
+    if SCALING == "tensor_delayed":
+        inverse = tl.div_rn(inverse, tl.load(scale_ptr))
+    elif SCALING == "tensor_dynamic":
+        scale, inverse = _fp32_scale(tl.zeros([ROWS], tl.int32) + tl.load(amax_ptr))
+        tl.store(scales_ptr + lane * 0, scale, mask=lane + pid == 0)
+    rows = pid.to(tl.int64) * ROWS + lane
+    x = _load(x_ptr, rows, cols, num_rows, dim, EVEN)
+    largest = tl.zeros([ROWS], tl.int32)
+    if LOOP:
+        for tile in range(pid, tl.cdiv(num_rows, ROWS), programs):
+            rows = tl.cast(tile, tl.int64) * ROWS + lane
+            following = _load(x_ptr, rows + tl.cast(programs, tl.int64) * ROWS, cols, num_rows, dim, False)
+            bits = _quantize_tile(
+                x, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
+                dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN,
+            )  # fmt: skip
+            largest = tl.maximum(largest, bits)
+            x = following
+    else:
+        largest = _quantize_tile(
+            x, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
+            dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN,
+        )  # fmt: skip
+    if SCALING == "tensor_delayed" or SCALING == "tensor_amax":
+        tl.atomic_max(amax_ptr, tl.max(largest, axis=0), sem="relaxed")  # a maximum of integers: the same in any order
 
 
 @triton.jit(do_not_specialize=["num_rows", "hadamard_seed", "seed"])
@@ -218,14 +261,14 @@ def _norm_quantize_square_kernel(
     if KIND == "layernorm":
         total = tl.zeros([32, BLOCK_D], tl.float32)
         for d0 in range(0, dim, BLOCK_D):
-            total += _load(x_ptr, rows, d0 + tl.arange(0, BLOCK_D), num_rows, dim, EVEN, tl.float32)
+            total += _load(x_ptr, rows, d0 + tl.arange(0, BLOCK_D), num_rows, dim, EVEN).to(tl.float32)
         mean = tl.sum(total, axis=1) / dim
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
     if KIND != "none":
         squares = tl.zeros([32, BLOCK_D], tl.float32)
         for d0 in range(0, dim, BLOCK_D):
             cols = d0 + tl.arange(0, BLOCK_D)
-            x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, tl.float32) - mean[:, None]
+            x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32) - mean[:, None]
             if not EVEN:
                 x = tl.where((cols < dim)[None, :], x, 0.0)
             squares += x * x
@@ -233,7 +276,7 @@ def _norm_quantize_square_kernel(
         tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
     for d0 in range(0, dim, BLOCK_D):
         cols = d0 + tl.arange(0, BLOCK_D)
-        y = _load(x_ptr, rows, cols, num_rows, dim, EVEN, tl.float32)
+        y = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32)
         if KIND != "none":
             y = (y - mean[:, None]) * rstd[:, None] * _columns(weight_ptr, rows, cols, dim, EVEN, tl.float32)
             if BIAS:
@@ -266,8 +309,8 @@ def _norm_backward_kernel(
     d_bias = tl.zeros([ROWS, BLOCK_D], ACC)
     for tile in range(pid, tl.cdiv(num_rows, ROWS), programs):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, ACC)
-        grad = _load(grad_ptr, rows, cols, num_rows, dim, EVEN, ACC)
+        x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(ACC)
+        grad = _load(grad_ptr, rows, cols, num_rows, dim, EVEN).to(ACC)
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
         if LAYERNORM:
             x -= tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
@@ -297,9 +340,9 @@ def _sum_partials_kernel(
     d_bias = tl.zeros([ROWS, COLS], ACC)
     for base in range(0, programs, ROWS):
         rows = tl.cast(base + tl.arange(0, ROWS), tl.int64)
-        d_weight += _load(partial_ptr, rows, cols, programs, dim, False, ACC)
+        d_weight += _load(partial_ptr, rows, cols, programs, dim, False).to(ACC)
         if LAYERNORM:
-            d_bias += _load(partial_ptr + tl.cast(programs, tl.int64) * dim, rows, cols, programs, dim, False, ACC)
+            d_bias += _load(partial_ptr + tl.cast(programs, tl.int64) * dim, rows, cols, programs, dim, False).to(ACC)
     tl.store(d_weight_ptr + cols, tl.sum(d_weight, axis=0).to(d_weight_ptr.dtype.element_ty), mask=cols < dim)
     if LAYERNORM:
         tl.store(d_bias_ptr + cols, tl.sum(d_bias, axis=0).to(d_bias_ptr.dtype.element_ty), mask=cols < dim)
@@ -382,7 +425,7 @@ def norm_quantize(
     shape, dtype = scales_shape(num_rows, dim, scaling)
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(shape, dtype=dtype, device=x.device)
-    amax = torch.zeros(() if scaling == "tensor_delayed" else (0,), dtype=torch.int32, device=x.device)
+    amax = torch.zeros(() if scaling in TENSOR_WISE else (0,), dtype=torch.int32, device=x.device)
     options = dict(KIND=kind, BIAS=bias is not None, RCEIL=rceil, HADAMARD=hadamard_seed is not None, STOCHASTIC=seed is not None)
     if num_rows and scaling == "mxfp8_32x32":
         block_d = min(128, triton.next_power_of_2(dim))
@@ -391,10 +434,16 @@ def norm_quantize(
             dim=dim, BLOCK_D=block_d, EVEN=_even(x, 32, block_d), num_warps=4, **options,
         )  # fmt: skip
     elif num_rows:
-        rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
         block = {"block128": 128, "mxfp8_1x32": 32}.get(scaling, 1)
-        _norm_quantize_kernel[(triton.cdiv(num_rows, rows),)](
-            x, weight, bias, values, scales, scale, amax, mean, rstd, num_rows, eps, hadamard_seed or 0, seed or 0,
-            dim=dim, EVEN=_even(x, rows, block_d), ROWS=rows, BLOCK_D=block_d, SCALING=scaling, BLOCK=block, num_warps=warps, **options,
-        )  # fmt: skip
+        for one in ("tensor_amax", scaling) if scaling == "tensor_dynamic" else (scaling,):
+            loop = one in LOOPED
+            rows, block_d, warps = _shape(dim, LOOPED_ELEMENTS_PER_THREAD if loop else ELEMENTS_PER_THREAD)
+            tiles = triton.cdiv(num_rows, rows)
+            programs = min(tiles, max(1, LOOPED_WARPS_PER_SM // warps) * _num_sms(x.device)) if loop else tiles
+            _norm_quantize_kernel[(programs,)](
+                x, weight, bias, values, scales, scale, amax, mean, rstd, num_rows, programs, eps, hadamard_seed or 0, seed or 0, LOOP=loop,
+                dim=dim, EVEN=_even(x, rows, block_d), ROWS=rows, BLOCK_D=block_d, SCALING=one, BLOCK=block, num_warps=warps, **options,
+            )  # fmt: skip
+    if scaling == "tensor_dynamic" and not num_rows:
+        scales.fill_(MIN_AMAX / E4M3_MAX)
     return values, scales, amax.view(torch.float32), mean, rstd

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, plain and fused with quantisation to fp8 (e4m3), in one pass over the input.
+"""RMSNorm and LayerNorm, plain and fused with quantisation to fp8 (e4m3), in one pass over the input where it can be one.
 
     rmsnorm     y = x / sqrt(mean(x^2) + eps) * weight
     layernorm   y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
@@ -8,11 +8,12 @@
     rowwise          a row                   (T, 1) fp32
     block128         1 x 128                 (T, D / 128) fp32
     tensor_delayed   the tensor              () fp32, given by the caller (from earlier steps' `amax`, which is returned)
+    tensor_dynamic   the tensor              () fp32, from this tensor's own maximum: two passes, the first for the maximum alone
     mxfp8_1x32       1 x 32                  (T, D / 32) E8M0
     mxfp8_32x32      32 x 32                 (ceil(T / 32), D / 32) E8M0: usable along either dimension
 
 How scales are chosen and values rounded: `kernels._fp8`. All arithmetic is fp32; sums over rows (weight and bias gradients) have a fixed
-order. On CUDA one Triton launch; on the CPU vectorised PyTorch. Inputs are (T, D), bf16, fp16 or fp32; weight and bias (D,).
+order. On CUDA one Triton launch a pass; on the CPU vectorised PyTorch. Inputs are (T, D), bf16, fp16 or fp32; weight and bias (D,).
 """
 
 from dataclasses import dataclass
@@ -28,15 +29,16 @@ from kernels._fp8 import HADAMARD_BLOCK, hadamard_transform
 __all__ = ["NormQuantized", "Quantized", "hadamard_transform", "layer_norm", "norm_backward", "norm_quantize", "quantize", "rms_norm"]
 
 Kind = Literal["rmsnorm", "layernorm"]
-Scaling = Literal["rowwise", "block128", "tensor_delayed", "mxfp8_1x32", "mxfp8_32x32"]
+Scaling = Literal["rowwise", "block128", "tensor_delayed", "tensor_dynamic", "mxfp8_1x32", "mxfp8_32x32"]
 E8m0Rounding = Literal["rceil", "floor"]
 
-_BLOCK = {"rowwise": None, "block128": 128, "tensor_delayed": None, "mxfp8_1x32": 32, "mxfp8_32x32": 32}
+TENSOR_WISE = ("tensor_delayed", "tensor_dynamic")
+_BLOCK = {"rowwise": None, "block128": 128, "tensor_delayed": None, "tensor_dynamic": None, "mxfp8_1x32": 32, "mxfp8_32x32": 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """An fp8 matrix: `values (T, D)` e4m3, `scales` as the module's table says, and `amax ()` of the tensor (tensor_delayed only)."""
+    """An fp8 matrix: `values (T, D)` e4m3, `scales` as the module's table says, and `amax ()` of the tensor (tensor-wise scalings only)."""
 
     values: Tensor
     scales: Tensor
@@ -47,7 +49,7 @@ class Quantized:
         """`(T, D)` fp32. A Hadamard transform, if one was asked for, is not undone."""
         values = _fp8.from_e4m3(self.values)
         num_rows, dim = values.shape
-        if self.scaling in ("rowwise", "tensor_delayed"):
+        if self.scaling in ("rowwise", *TENSOR_WISE):
             return values * self.scales
         scales = self.scales
         if self.scaling != "block128":
@@ -262,9 +264,8 @@ def _quantize_call(x, weight, bias, kind, eps, scaling, scale, e8m0_rounding, ha
         x.detach(), None if weight is None else weight.detach(), None if bias is None else bias.detach(),
         kind, eps, scaling, scale, e8m0_rounding == "rceil", hadamard_seed, seed,
     )  # fmt: skip
-    if scaling == "tensor_delayed":
-        assert scale is not None
-        quantized = Quantized(values=values, scales=scale.reshape(()), scaling=scaling, amax=amax)
+    if scaling in TENSOR_WISE:
+        quantized = Quantized(values=values, scales=scales if scale is None else scale.reshape(()), scaling=scaling, amax=amax)
     else:
         quantized = Quantized(values=values, scales=scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales, scaling=scaling)
     return quantized, mean, rstd
@@ -294,9 +295,11 @@ def _norm_quantize(
     if hadamard_seed is not None:
         y = hadamard_transform(y, seed=hadamard_seed)
     amax = torch.zeros(0)
-    if scaling == "tensor_delayed":
-        assert scale is not None
+    if scaling in TENSOR_WISE:
         amax = y.abs().amax() if y.numel() else torch.zeros(())
+        if scale is None:
+            scales, inverse = _fp8.fp32_scale(amax)
+            return _fp8.to_e4m3(y * inverse, seed=seed), scales, amax, mean, rstd.clone()
         return _fp8.to_e4m3(y * (1.0 / scale.reshape(())), seed=seed), torch.zeros(0), amax, mean, rstd.clone()
     if scaling == "rowwise":
         scales, inverse = _fp8.fp32_scale(y.abs().amax(1, keepdim=True))
@@ -322,7 +325,7 @@ def _(x, weight, bias, kind, eps, scaling, scale, rceil, hadamard_seed, seed):
     num_rows, dim = x.shape
     rstd = x.new_empty(num_rows if kind != "none" else 0, dtype=torch.float32)
     mean = x.new_empty(num_rows if kind == "layernorm" else 0, dtype=torch.float32)
-    amax = x.new_empty(() if scaling == "tensor_delayed" else (0,), dtype=torch.float32)
+    amax = x.new_empty(() if scaling in TENSOR_WISE else (0,), dtype=torch.float32)
     shape, dtype = scales_shape(num_rows, dim, scaling)
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=dtype), amax, mean, rstd
 
@@ -333,6 +336,7 @@ def scales_shape(num_rows: int, dim: int, scaling: str) -> tuple[tuple[int, ...]
         "rowwise": ((num_rows, 1), torch.float32),
         "block128": ((num_rows, dim // 128), torch.float32),
         "tensor_delayed": ((0,), torch.float32),
+        "tensor_dynamic": ((), torch.float32),
         "mxfp8_1x32": ((num_rows, dim // 32), torch.uint8),
         "mxfp8_32x32": ((-(-num_rows // 32), dim // 32), torch.uint8),
     }[scaling]

@@ -138,7 +138,7 @@ def agree_norm(device, dtypes=(torch.float32, torch.bfloat16), shapes=NORM_SHAPE
             if num_rows > 4:
                 x[3, 5] = float("nan")
                 x[4] *= 1e-38 if dtype == torch.float32 else 1e-30  # the interpreter misreads subnormal bf16
-            for scaling in ("rowwise", "block128", "tensor_delayed", "mxfp8_1x32", "mxfp8_32x32"):
+            for scaling in ("rowwise", "block128", "tensor_delayed", "tensor_dynamic", "mxfp8_1x32", "mxfp8_32x32"):
                 if scaling == "block128" and dim % 128:
                     continue
                 scale = torch.tensor(0.01) if scaling == "tensor_delayed" else None
