@@ -151,10 +151,10 @@ def _compact_kernel(
 
 
 @triton.jit
-def _gradient_rows(grad_ptr, offsets_ptr, source, mask, dim, cols, MEAN: tl.constexpr, ACC: tl.constexpr):
+def _gradient_rows(grad_ptr, offsets_ptr, source, mask, dim, cols, MEAN: tl.constexpr, ACC: tl.constexpr, POLICY: tl.constexpr):
     """Gradient rows `source (P,)`, zero where masked. They are read again and again: keep them in L2."""
     place = source.to(tl.int64)[:, None] * dim + cols[None, :]
-    grads = tl.load(grad_ptr + place, mask=mask[:, None] & (cols < dim)[None, :], other=0.0, eviction_policy="evict_last").to(ACC)
+    grads = tl.load(grad_ptr + place, mask=mask[:, None] & (cols < dim)[None, :], other=0.0, eviction_policy=POLICY).to(ACC)
     if MEAN:
         length = tl.load(offsets_ptr + source + 1, mask=mask, other=1) - tl.load(offsets_ptr + source, mask=mask, other=0)
         grads = grads / tl.maximum(length, 1).to(ACC)[:, None]
@@ -212,11 +212,11 @@ def _squares(state1_ptr, rows, mask, OPTIMIZER: tl.constexpr, ACC: tl.constexpr)
     return tl.zeros(rows.shape, ACC)
 
 
-@triton.jit(do_not_specialize=["programs", "no_key", "seed"])
+@triton.jit(do_not_specialize=["programs", "seed"])
 def _runs_kernel(
     weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, sources_ptr, starts_ptr, offsets_ptr, shares_ptr, long_ptr, share_start_ptr, counts_ptr,
-    dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    RUNS: tl.constexpr, UNROLL: tl.constexpr, SHORT: tl.constexpr, SHARE: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
+    dim: tl.constexpr, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
+    RUNS: tl.constexpr, UNROLL: tl.constexpr, SHORT: tl.constexpr, SHARE: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, POLICY: tl.constexpr,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Step 4: RUNS runs at a time; one of more than SHORT gradient rows is listed, with its shares, instead."""
@@ -237,7 +237,7 @@ def _runs_kernel(
             for step in tl.static_range(UNROLL):
                 used = short & (first + step < length)
                 source = tl.load(sources_ptr + begin + first + step, mask=used, other=0)
-                total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC)
+                total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC, POLICY)
         _apply(
             weight_ptr, state1_ptr, state2_ptr, key, short, total, old, squares, dim, cols,
             lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
@@ -262,8 +262,8 @@ def _runs_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def _shares_kernel(
-    grad_ptr, sources_ptr, offsets_ptr, shares_ptr, share_start_ptr, counts_ptr, dim, programs,
-    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, ACC: tl.constexpr,
+    grad_ptr, sources_ptr, offsets_ptr, shares_ptr, share_start_ptr, counts_ptr, dim: tl.constexpr, programs,
+    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, POLICY: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Step 5: sum of each share of a long run, ITEMS gradient rows at a time."""
     cols = tl.arange(0, BLOCK_D)
@@ -277,7 +277,7 @@ def _shares_kernel(
         for first in range(begin, end, ITEMS):
             used = first + lane < end
             following = tl.load(sources_ptr + first + ITEMS + lane, mask=first + ITEMS + lane < end, other=0)
-            total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC)
+            total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC, POLICY)
             source = following
         tl.store(shares_ptr + tl.cast(share, tl.int64) * dim + cols, tl.sum(total, axis=0), mask=cols < dim)
 
@@ -285,7 +285,7 @@ def _shares_kernel(
 @triton.jit(do_not_specialize=["programs", "seed"])
 def _long_runs_kernel(
     weight_ptr, state1_ptr, state2_ptr, keys_ptr, shares_ptr, long_ptr, counts_ptr,
-    dim, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
+    dim: tl.constexpr, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
     ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
     OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -354,6 +354,7 @@ RUNS, UNROLL = 4, 2  # runs at a time, and gradient rows of each in flight
 SHORT, SHARE = 32, 64  # gradient rows of the longest run that step 4 sums by itself, and of a share of a longer one
 SHARE_ITEMS, LONG_ITEMS = 8, 32
 SHARE_WARPS, LONG_WARPS = 1, 4
+GRADIENTS = "evict_last"  # where in L2 gradient rows, read again and again, should stay
 PROGRAMS = 2112  # sixteen programs on each of the 132 multiprocessors; what is not needed leaves at once
 
 
@@ -398,14 +399,14 @@ def embedding_update_(
     programs = min(PROGRAMS, triton.cdiv(num_ids, RUNS))
     _runs_kernel[(programs,)](
         weight, state1, state2, grad_out, keys, sources, starts, offsets, shares, long, share_starts, counts, dim, *scalars, programs,
-        RUNS=RUNS, UNROLL=UNROLL, SHORT=SHORT, SHARE=SHARE, MEAN=mean, **options, **update, num_warps=warps,
+        RUNS=RUNS, UNROLL=UNROLL, SHORT=SHORT, SHARE=SHARE, MEAN=mean, POLICY=GRADIENTS, **options, **update, num_warps=warps,
     )  # fmt: skip
     if most_long == 0:
         return
     programs = min(PROGRAMS, most_shares)
     _shares_kernel[(programs,)](
         grad_out, sources, offsets, shares, share_starts, counts, dim, programs,
-        ITEMS=SHARE_ITEMS, MEAN=mean, **options, num_warps=max(SHARE_WARPS, warps),
+        ITEMS=SHARE_ITEMS, MEAN=mean, POLICY=GRADIENTS, **options, num_warps=max(SHARE_WARPS, warps),
     )  # fmt: skip
     programs = min(PROGRAMS, most_long)
     _long_runs_kernel[(programs,)](
