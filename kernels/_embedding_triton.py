@@ -29,9 +29,6 @@ from kernels._rounding_triton import stochastic_round_bf16
 _NO_KEY_32 = 2**31 - 1
 _NO_KEY_64 = 2**63 - 1
 _MAX_SOURCES = 2**30
-_SOURCE = tl.constexpr(2**30 - 1)
-_BEGINS = tl.constexpr(2**30)
-_ENDS = tl.constexpr(-(2**31))
 
 
 # --- forward -------------------------------------------------------------------------------------------------------------------------
@@ -214,10 +211,10 @@ def _squares(state1_ptr, rows, mask, OPTIMIZER: tl.constexpr, ACC: tl.constexpr)
 
 @triton.jit(do_not_specialize=["programs", "seed"])
 def _runs_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, sources_ptr, starts_ptr, offsets_ptr, shares_ptr, long_ptr, share_start_ptr, counts_ptr,
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, sources_ptr, starts_ptr, offsets_ptr, long_ptr, share_start_ptr, counts_ptr,
     dim: tl.constexpr, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    RUNS: tl.constexpr, UNROLL: tl.constexpr, SHORT: tl.constexpr, SHARE: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, POLICY: tl.constexpr,
-    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
+    RUNS: tl.constexpr, UNROLL: tl.constexpr, SHORT: tl.constexpr, SHARE: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
+    POLICY: tl.constexpr, OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Step 4: RUNS runs at a time; one of more than SHORT gradient rows is listed, with its shares, instead."""
     cols = tl.arange(0, BLOCK_D)
@@ -398,7 +395,7 @@ def embedding_update_(
     warps = max(1, options["BLOCK_D"] // 128)  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
     programs = min(PROGRAMS, triton.cdiv(num_ids, RUNS))
     _runs_kernel[(programs,)](
-        weight, state1, state2, grad_out, keys, sources, starts, offsets, shares, long, share_starts, counts, dim, *scalars, programs,
+        weight, state1, state2, grad_out, keys, sources, starts, offsets, long, share_starts, counts, dim, *scalars, programs,
         RUNS=RUNS, UNROLL=UNROLL, SHORT=SHORT, SHARE=SHARE, MEAN=mean, POLICY=GRADIENTS, **options, **update, num_warps=warps,
     )  # fmt: skip
     if most_long == 0:
