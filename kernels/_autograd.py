@@ -21,12 +21,13 @@ def differentiable(op: Any, backward: Callable, *, setup_context: Callable) -> C
         def forward(ctx, *inputs):
             output = overload(*inputs)
             ctx.set_materialize_grads(False)
+            ctx.num_inputs = len(inputs)
             setup_context(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx, *grads):
-            return backward(ctx, *grads)
+            return (None,) * ctx.num_inputs if all(g is None for g in grads) else backward(ctx, *grads)
 
     Eager.__name__ = Eager.__qualname__ = overload._schema.name.split("::")[-1].title().replace("_", "")
 

@@ -150,9 +150,7 @@ class Hstu(SequenceBlock):
             *norm_saved("norm", rows, dim, INPUT),
             Saved("uvqk.input", rows * dim, CHEAP, rows=rows),
             Saved("uvqk", rows * 4 * width, MATRIX, rows=4 * rows),
-            Saved("u", rows * width, CHEAP, rows=rows),
-            *norm_saved("out_norm", rows, width, MATRIX),
-            Saved("normed", rows * width, CHEAP, rows=rows),
+            *norm_saved("out_norm", rows, width, MATRIX),  # SiLU(u) and the normed rows are made again from these (`kernels.gate`)
             Saved("out.input", rows * 3 * width, CHEAP, rows=rows),
             Saved("out", rows * dim, DROPPED, rows=rows),
         )

@@ -4,12 +4,11 @@ Shape legend: T events of all samples, D model width, H heads of width d.
 """
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from costmodel.model import LayerGroup
 from kernels import gdpa
+from kernels.gate import gated_concat
 
 
 class HSTU(nn.Module):
@@ -33,7 +32,7 @@ class HSTU(nn.Module):
     def forward(self, x_TD: Tensor, offsets: Tensor, max_length: int) -> Tensor:
         u, v, q, k = self.uvqk(self.norm(x_TD)).chunk(4, dim=1)
         q_THd, k_THd, v_THd = (t.unflatten(1, (self.heads, self.head_dim)) for t in (q, k, v))
-        u = F.silu(u)
         a = gdpa(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, activation="silu", divisor=self.divisor,
                  causal=self.causal, window=self.window).flatten(1)
-        return x_TD + self.out(torch.cat([u, a, u * self.attention_norm(a)], dim=1))
+        norm = self.attention_norm
+        return x_TD + self.out(gated_concat(u, a, norm.weight, norm.bias, eps=norm.eps))
