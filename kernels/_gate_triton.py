@@ -1,4 +1,5 @@
-"""Triton kernels behind `kernels.gate`: one pass over the rows each way. R rows of W columns a tile; W is one block, so a row's sums need no second read."""
+"""Triton kernels behind `kernels.gate`: one pass over the rows each way. R rows of W columns a tile; W is one block, so a row's sums need no second
+read."""
 
 import torch
 import triton

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import _fp8
+from kernels._autograd import differentiable
 from kernels._checks import check_same_device, register_cuda
 from kernels._fp8 import HADAMARD_BLOCK, hadamard_transform
 
@@ -98,13 +99,13 @@ def _compute(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     """RMSNorm over the last dimension of `x (T, D)`: `(T, D)` in x's dtype, differentiable in x and weight."""
     _check_norm(x, weight, None, "rmsnorm")
-    return torch.ops.planner_kernels.norm_forward(x, weight, None, eps, False)[0]
+    return _differentiable_norm(x, weight, None, eps, False)[0]
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
     """LayerNorm over the last dimension of `x (T, D)`: `(T, D)` in x's dtype, differentiable in x, weight and bias."""
     _check_norm(x, weight, bias, "layernorm")
-    return torch.ops.planner_kernels.norm_forward(x, weight, bias, eps, True)[0]
+    return _differentiable_norm(x, weight, bias, eps, True)[0]
 
 
 def norm_backward(
@@ -187,7 +188,7 @@ def _forward_backward(ctx, grad: Tensor | None, grad_mean: Tensor | None, grad_r
     return dx, d_weight, d_bias if ctx.has_bias else None, None, None
 
 
-_norm_forward.register_autograd(_forward_backward, setup_context=_forward_setup)
+_differentiable_norm = differentiable(_norm_forward, _forward_backward, setup_context=_forward_setup)
 
 
 # --- fused with quantisation ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from kernels.jagged import jagged_mean
 from runtime.microbench.requests import Request
 from runtime.microbench.timing import Run
 from runtime.model.interformer import even_offsets
+from runtime.model.norm import LayerNorm
 from runtime.model.sequence import last_event
 from runtime.optimizer import build_dense_optimizer
 from runtime.precision.linear import SCALINGS, product, runs_natively
@@ -116,7 +117,7 @@ def _bmm(request: Request, device: torch.device) -> Differentiable:
 
 def _layer_norm(request: Request, device: torch.device) -> Differentiable:
     m, n = _sizes(request, "m", "n")
-    module, x = nn.LayerNorm(n, device=device, dtype=PARAM_DTYPES[request.op.dtype]), _random(request, device, m, n)
+    module, x = LayerNorm(n, device=device, dtype=PARAM_DTYPES[request.op.dtype]), _random(request, device, m, n)
     return [x, module.weight, module.bias], lambda: module(x)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from costmodel.model import LayerGroup
 from kernels import gdpa
 from kernels.gate import gated_concat
+from runtime.model.norm import LayerNorm
 
 
 class HSTU(nn.Module):
@@ -24,9 +25,9 @@ class HSTU(nn.Module):
         self.heads, self.head_dim, self.divisor = layer.heads, layer.head_dim, layer.divisor
         self.causal, self.window = layer.causal, layer.window
         width = layer.heads * layer.head_dim
-        self.norm = nn.LayerNorm(dim)
+        self.norm = LayerNorm(dim)
         self.uvqk = nn.Linear(dim, 4 * width)
-        self.attention_norm = nn.LayerNorm(width)
+        self.attention_norm = LayerNorm(width)
         self.out = nn.Linear(3 * width, dim)
 
     def forward(self, x_TD: Tensor, offsets: Tensor, max_length: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from costmodel.model import LayerGroup
 from kernels import gdpa, jagged_attention
+from runtime.model.norm import LayerNorm
 
 
 class Gate(nn.Module):
@@ -45,10 +46,10 @@ class InterFormer(nn.Module):
         self.lce = nn.Parameter(torch.empty(self.num_summary, num_tokens))
         nn.init.normal_(self.lce, std=num_tokens ** -0.5)
         self.feature_gate = Gate(d)
-        self.personal_norm, self.personal_query = nn.LayerNorm(dim), nn.Linear(dim, width)
+        self.personal_norm, self.personal_query = LayerNorm(dim), nn.Linear(dim, width)
         self.personal_context, self.personal_out = nn.Linear(d, 2 * width), nn.Linear(width, dim)
-        self.attention_norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * width), nn.Linear(width, dim)
-        self.summary_norm, self.summary_kv = nn.LayerNorm(dim), nn.Linear(dim, 2 * width)
+        self.attention_norm, self.qkv, self.out = LayerNorm(dim), nn.Linear(dim, 3 * width), nn.Linear(width, dim)
+        self.summary_norm, self.summary_kv = LayerNorm(dim), nn.Linear(dim, 2 * width)
         self.cls = nn.Linear(d, width)
         self.queries = nn.Parameter(torch.empty(layer.num_queries, width))
         nn.init.normal_(self.queries, std=0.02)

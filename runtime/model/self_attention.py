@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from costmodel.model import LayerGroup
 from kernels import block_attention, gdpa, jagged_attention
+from runtime.model.norm import LayerNorm
 
 
 class TransformerBlock(nn.Module, abc.ABC):
@@ -19,12 +20,12 @@ class TransformerBlock(nn.Module, abc.ABC):
     def __init__(self, dim: int, layer: LayerGroup) -> None:
         super().__init__()
         self.layer, width = layer, layer.heads * layer.head_dim
-        self.attention_norm = nn.LayerNorm(dim)
+        self.attention_norm = LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * width)
         self.out = nn.Linear(width, dim)
         self.has_mlp = layer.mlp_dim > 0
         if self.has_mlp:
-            self.mlp_norm = nn.LayerNorm(dim)
+            self.mlp_norm = LayerNorm(dim)
             self.up = nn.Linear(dim, layer.mlp_dim)
             self.down = nn.Linear(layer.mlp_dim, dim)
 

@@ -15,6 +15,7 @@ from costmodel.model import Layer, LayerGroup
 from kernels import jagged_attention
 from kernels.jagged import jagged_mean, jagged_to_padded, padded_to_jagged
 from runtime.model.interformer import even_offsets
+from runtime.model.norm import LayerNorm
 from runtime.model.pyramid import newest_events
 from runtime.model.registry import build_block
 from runtime.model.times import TimedInput
@@ -25,7 +26,7 @@ class Summary(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(dim)
+        self.norm = LayerNorm(dim)
         self.project = nn.Linear(2 * dim, dim)
 
     def forward(self, x_TD: Tensor, offsets: Tensor, max_length: int) -> Tensor:
@@ -40,7 +41,7 @@ class Pma(nn.Module):
     def __init__(self, dim: int, layer: Layer) -> None:
         super().__init__()
         self.heads, width = (layer.heads, layer.head_dim), layer.heads * layer.head_dim
-        self.norm, self.kv = nn.LayerNorm(dim), nn.Linear(dim, 2 * width)
+        self.norm, self.kv = LayerNorm(dim), nn.Linear(dim, 2 * width)
         self.queries = nn.Parameter(torch.empty(layer.num_queries, width))
         nn.init.normal_(self.queries)
         self.project = nn.Linear(layer.num_queries * width + dim, dim)

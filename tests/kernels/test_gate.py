@@ -63,5 +63,6 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_interpreted_kernels_agree():
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": f"{here.parents[1]}{os.pathsep}{here}"}
-    done = subprocess.run([sys.executable, str(here / "_gate_agreement.py")], env=environment, capture_output=True, text=True, timeout=250, check=False)
+    script = str(here / "_gate_agreement.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr

@@ -117,13 +117,13 @@ def test_a_sample_does_not_depend_on_its_batch_mates():
     spec = layers.full_model()
     torch.manual_seed(0)
     gem, batch = GEM(spec).double(), models.batch(spec, [5, 0, 12])
-    batch = batch._map(lambda t: t.double() if t.is_floating_point() else t)
+    batch = batch.with_tensors(lambda t: t.double() if t.is_floating_point() else t)
     edges = batch.sequence_offsets["history"].tolist()
     embeddings = {t.name: torch.randn(t.count, 17 if t.sequence else 3, t.dim, dtype=torch.float64) for t in spec.tables}
     together = gem(embeddings, batch)
     for i, length in enumerate([5, 0, 12]):
         alone = {t.name: embeddings[t.name][:, edges[i]:edges[i + 1]] if t.sequence else embeddings[t.name][:, i:i + 1] for t in spec.tables}
-        single = models.batch(spec, [length])._map(lambda t: t.double() if t.is_floating_point() else t)
+        single = models.batch(spec, [length]).with_tensors(lambda t: t.double() if t.is_floating_point() else t)
         object.__setattr__(single, "dense", batch.dense[i:i + 1])
         torch.testing.assert_close(gem(alone, single), together[i:i + 1], rtol=1e-9, atol=1e-12)
 
