@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.results import Row
 from costmodel.blocks import Block
+from costmodel.model import Model
 from costmodel.plan import Plan, RegionOption
 from costmodel.precision import unfit_block
 from costmodel.regions import regions
@@ -263,13 +264,41 @@ def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(step[name] for step in steps) for name in PHASES}
 
 
-def scenario_plan(name: str, *, model: str | None = None, local_batch: int | None = None) -> Plan:
-    """The plan that a scenario describes on one GPU with nothing searched; `model`: of another scenario."""
+def scenario_plan(name: str, *, model: str | None = None, local_batch: int | None = None, change: Callable[[Model], Model] = lambda m: m) -> Plan:
+    """The plan that a scenario describes on one GPU with nothing searched; `model`: of another scenario; `change`: made to it."""
     scenario = load_scenario(name, with_variants=False)
-    if model is not None:
-        scenario = dataclasses.replace(scenario, model=load_scenario(model, with_variants=False).model)
-    plan, _ = default_plan(scenario)
+    other = scenario if model is None else load_scenario(model, with_variants=False)
+    plan, _ = default_plan(dataclasses.replace(scenario, model=change(other.model)))
     return plan if local_batch is None else dataclasses.replace(plan, local_batch=local_batch)
+
+
+# --- what is compiled beforehand ---
+
+WARM_PARTS = 10
+
+
+def warm(part: int) -> Iterator[Row]:
+    """Runs one of `WARM_PARTS` small models for a few steps, under everything that steps are measured under: processes side by side leave the kernels
+    in Triton's cache, which one after the other would take minutes to compile."""
+    wide, layer = divmod(part, WARM_PARTS // 2)
+    name = "gem-wide-8xh200" if wide else "gem-full-1xh200"
+
+    def small(model: Model) -> Model:
+        sequence, interaction = model.sequences[0], layer == WARM_PARTS // 2 - 1
+        return dataclasses.replace(
+            model, name=f"{model.name}-{part}", tables=tuple(dataclasses.replace(t, rows=min(t.rows, 1000)) for t in model.tables),
+            sequences=(dataclasses.replace(sequence, layers=(sequence.layers[0 if interaction else layer],)), *model.sequences[1:]),
+            interaction_layers=model.interaction_layers if interaction else (), expert_layers=model.expert_layers if interaction else ())
+
+    base = scenario_plan("gem-full-1xh200", model=name, local_batch=6, change=small)
+    plans = [base]
+    if wide:
+        plans += [under(base, precision="fp8_row"), under(base, precision="fp8_row", recipe=("low_weight_gradients",))]
+    else:
+        plans += [under(base, checkpoint="quantized"), under(base, checkpoint="quantized4")]
+    for plan in plans:
+        run_plan(plan, GPU, steps=1)
+    yield from ()
 
 
 KEPT_WIDE = ("heads", "summary", "input")
@@ -317,7 +346,8 @@ def steps(what: str, scenario: str, model: str, *, local_batch: int | None = Non
         yield from guarded(f"{what}: step in {label}", "x bf16", lambda n=label: one(n))
 
 
-def saved(name: str = "gem-full-1xh200", *, local_batch: int | None = None, measured: int = 10) -> Iterator[Row]:
+def saved(name: str, *, policies: Iterable[str] = ("none", "quantized", "quantized4", "selective", "full"), local_batch: int | None = None,
+          measured: int = 10) -> Iterator[Row]:
     """Saved activations in 8 and 4 bits against 16: memory and the step."""
     base = scenario_plan(name, local_batch=local_batch)
     found: dict[str, Step] = {}
@@ -335,5 +365,5 @@ def saved(name: str = "gem-full-1xh200", *, local_batch: int | None = None, meas
                   better="lower", target=0.04 if asked else None,
                   note=f"measured here: {step.seconds * 1e3:.1f} against {plain.seconds * 1e3:.1f} ms")
 
-    for policy in ("none", "quantized", "quantized4", "selective", "full"):
+    for policy in policies:
         yield from guarded(f"{name}, saved activations under {policy}", "share", lambda p=policy: one(p))

@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._norm_triton import ELEMENTS_PER_THREAD, _even, _magnitude_bits, _shape, _store
+from kernels._launch import launch
+from kernels._norm_triton import ELEMENTS_PER_THREAD, _even, _fp32_scale, _load, _magnitude_bits, _shape, _store, _to_e4m3
 from kernels.saved import MX4_BLOCK, MX4_EXPONENT
 
 _BLOCK = tl.constexpr(MX4_BLOCK)
 _EXPONENT = tl.constexpr(MX4_EXPONENT)
+GELU_ELEMENTS_PER_THREAD = 32
 GROUPS = 128  # blocks of 32 a program: 32 elements a thread of 4 warps
 
 
@@ -28,6 +30,38 @@ def _restore_rows_kernel(values_ptr, scales_ptr, out_ptr, num_rows, dim: tl.cons
 
 
 @triton.jit
+def _below(x):
+    """The normal distribution's share below x."""
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gelu_rows_kernel(x_ptr, out_ptr, values_ptr, scales_ptr, num_rows, dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+                      EVEN: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, tl.float32)
+    scale, inverse = _fp32_scale(tl.max(_magnitude_bits(x), axis=1))
+    tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
+    _store(values_ptr, _to_e4m3(x * inverse[:, None], rows, cols, 0, False), rows, cols, num_rows, dim, EVEN)
+    _store(out_ptr, (x * _below(x)).to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gelu_restored_kernel(values_ptr, scales_ptr, grad_ptr, out_ptr, num_rows, dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+                          EVEN: tl.constexpr, GRADIENT: tl.constexpr):
+    """GELU of the restored rows, or grad times its derivative there."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    x = _load(values_ptr, rows, cols, num_rows, dim, EVEN, tl.float32) * tl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+    out = x * _below(x)
+    if GRADIENT:
+        out = _below(x) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+        out *= _load(grad_ptr, rows, cols, num_rows, dim, EVEN, tl.float32)
+    _store(out_ptr, out.to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
+
+
+@triton.jit(do_not_specialize=["numel", "blocks"])
 def _to_mx4_kernel(x_ptr, codes_ptr, scales_ptr, numel, blocks, GROUPS: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     place = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -52,7 +86,7 @@ def _level(code):
     return tl.where((code & 8) != 0, -value, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "blocks"])
 def _from_mx4_kernel(codes_ptr, scales_ptr, out_ptr, numel, blocks, GROUPS: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     source = group[:, None] * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2)[None, :]
@@ -69,8 +103,37 @@ def restore_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
     if num_rows:
-        _restore_rows_kernel[(triton.cdiv(num_rows, rows),)](values.contiguous(), scales, out, num_rows, dim=dim, ROWS=rows, BLOCK_D=block_d,
-                                                             EVEN=_even(values, rows, block_d), num_warps=warps)
+        launch(_restore_rows_kernel, triton.cdiv(num_rows, rows), (values.contiguous(), scales, out, num_rows),
+               (dim, rows, block_d, _even(values, rows, block_d)), num_warps=warps, key=dtype)
+    return out
+
+
+def gelu_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    num_rows, dim = x.shape
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    out, scales = torch.empty_like(x), torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    rows, block_d, warps = _shape(dim, GELU_ELEMENTS_PER_THREAD)
+    if num_rows:
+        launch(_gelu_rows_kernel, triton.cdiv(num_rows, rows), (x, out, values, scales, num_rows), (dim, rows, block_d, _even(x, rows, block_d)),
+               num_warps=warps, key=x.dtype)
+    return out, values, scales
+
+
+def gelu_restore(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return _gelu_restored(values, scales, None, torch.empty(values.shape, dtype=dtype, device=values.device))
+
+
+def gelu_gradient(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
+    return _gelu_restored(values, scales, grad.contiguous(), torch.empty(values.shape, dtype=grad.dtype, device=values.device))
+
+
+def _gelu_restored(values: Tensor, scales: Tensor, grad: Tensor | None, out: Tensor) -> Tensor:
+    num_rows, dim = values.shape
+    rows, block_d, warps = _shape(dim, GELU_ELEMENTS_PER_THREAD)
+    if num_rows:
+        launch(_gelu_restored_kernel, triton.cdiv(num_rows, rows), (values, scales, grad, out, num_rows),
+               (dim, rows, block_d, _even(values, rows, block_d), grad is not None), num_warps=warps, key=out.dtype)
     return out
 
 
@@ -80,7 +143,8 @@ def to_mx4(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(blocks * MX4_BLOCK // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(blocks, dtype=torch.uint8, device=x.device)
     if blocks:
-        _to_mx4_kernel[(triton.cdiv(blocks, GROUPS),)](x, codes, scales, x.numel(), blocks, GROUPS=GROUPS, num_warps=4)
+        launch(_to_mx4_kernel, triton.cdiv(blocks, GROUPS), (x, codes, scales, x.numel(), blocks), (GROUPS,), num_warps=4,
+               key=(x.dtype, x.numel() >= 2**31))
     return codes, scales
 
 
@@ -88,5 +152,6 @@ def from_mx4(codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype) -> T
     out = torch.empty(numel, dtype=dtype, device=codes.device)
     if numel:
         blocks = scales.shape[0]
-        _from_mx4_kernel[(triton.cdiv(blocks, GROUPS),)](codes, scales, out, numel, blocks, GROUPS=GROUPS, num_warps=4)
+        launch(_from_mx4_kernel, triton.cdiv(blocks, GROUPS), (codes, scales, out, numel, blocks), (GROUPS,), num_warps=4,
+               key=(dtype, numel >= 2**31))
     return out

@@ -17,7 +17,9 @@ Scales and rounding are those of `kernels._fp8`, so both directions are `norm_qu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ class Factor:
 def factor_rows(x: Tensor, scaling: Scaling, *, columns: bool = False, sums: bool = False) -> Factor:
     """Quantises `x (M, K)` along K. columns: `factor_columns` follows. Raises ValueError for another scaling."""
     _check(x, scaling)
-    values, scales, rest, total = torch.ops.planner_kernels.factor_rows(x.detach(), scaling, columns, sums)
+    values, scales, rest, total = _operator("factor_rows", x)(x.detach(), scaling, columns, sums)
     return Factor(Quantized(values=values, scales=scales, scaling=scaling), rest, total)
 
 
@@ -49,7 +51,7 @@ def factor_columns(x: Tensor, scaling: Scaling, rest: Tensor | None = None) -> Q
     """Quantises `x^T (K, M)` along M, completed by zeros to what the scaling's products need: `(K, M')`. `rest`: what `factor_rows` noted of x;
     without it x is read once more."""
     _check(x, scaling)
-    values, scales = torch.ops.planner_kernels.factor_columns(x.detach(), scaling, rest)
+    values, scales = _operator("factor_columns", x)(x.detach(), scaling, rest)
     return Quantized(values=values, scales=scales, scaling=scaling)
 
 
@@ -105,15 +107,24 @@ def _columns_fake(x: Tensor, scaling: str, rest: Tensor | None) -> tuple[Tensor,
     return x.new_empty((dim, length), dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.float32)
 
 
-def _on_cuda(name: str):
-    return lambda *args: getattr(importlib.import_module("kernels._factor_triton"), name)(*args)
+def _operator(name: str, x: Tensor) -> Callable:
+    """The operator, or for tensors on a GPU what it comes to: a linear layer calls four, and the dispatcher's way there costs as much as a launch."""
+    if x.is_cuda and type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
+        return _on_cuda(name)
+    return getattr(torch.ops.planner_kernels, name)
 
 
-# Defined without the wrappers of `torch.library.custom_op`: a linear layer calls four of these, and their host time is what small layers wait for.
+@functools.cache
+def _on_cuda(name: str) -> Callable:
+    """The Triton function, imported on the first call."""
+    return getattr(importlib.import_module("kernels._factor_triton"), name)
+
+
+# Defined without the wrappers of `torch.library.custom_op`, whose host time small layers wait for.
 _LIBRARY = torch.library.Library("planner_kernels", "FRAGMENT")
 _LIBRARY.define("factor_rows(Tensor x, str scaling, bool columns, bool sums) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define("factor_columns(Tensor x, str scaling, Tensor? rest) -> (Tensor, Tensor)")
 for _name, _cpu, _fake in (("factor_rows", _rows_cpu, _rows_fake), ("factor_columns", _columns_cpu, _columns_fake)):
     _LIBRARY.impl(_name, _cpu, "CPU")
-    _LIBRARY.impl(_name, _on_cuda(_name), "CUDA")
+    _LIBRARY.impl(_name, functools.partial(lambda name, *args: _on_cuda(name)(*args), _name), "CUDA")
     torch.library.register_fake(f"planner_kernels::{_name}", _fake, lib=_LIBRARY)

@@ -2,16 +2,21 @@
 
     rows    values e4m3 `(T, D)` times scales fp32 `(T, 1)`, rounded once to the dtype asked for
     MX4     e2m1, two to a byte, with an E8M0 scale per 32 consecutive elements: `(ceil(n / 32) * 16,)` and `(ceil(n / 32),)` uint8
+
+GELU (of erf) can keep its input as rows in the pass that computes it; its gradient and its output are then those of the restored input.
 """
 from __future__ import annotations
 
 import functools
 import importlib
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kernels import _fp8
+from kernels.norm_quant import quantize
 
 MX4_BLOCK = 32
 MX4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -21,6 +26,21 @@ MX4_EXPONENT = 2  # 6 = 1.5 x 2^2
 def restore_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`values (T, D)` e4m3 times `scales (T, 1)` in `dtype`."""
     return torch.ops.planner_kernels.restore_rows(values, scales, dtype)
+
+
+def gelu_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(GELU of `x (T, D)` in its dtype, e4m3 rows of x, their scales `(T, 1)`), in one pass."""
+    return torch.ops.planner_kernels.gelu_rows(x.detach())
+
+
+def gelu_restore(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """GELU of the restored rows in `dtype`."""
+    return torch.ops.planner_kernels.gelu_restore(values, scales, dtype)
+
+
+def gelu_gradient(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
+    """`grad` times the derivative of GELU at the restored rows, in grad's dtype."""
+    return torch.ops.planner_kernels.gelu_gradient(values, scales, grad)
 
 
 def to_mx4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,6 +56,25 @@ def from_mx4(codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype = tor
 
 def _restore_rows_cpu(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (_fp8.from_e4m3(values) * scales).to(dtype)
+
+
+def _gelu_rows_cpu(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    made = quantize(x, scaling="rowwise")
+    return torch.nn.functional.gelu(x.float()).to(x.dtype), made.values, made.scales
+
+
+def _gelu_restore_cpu(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.nn.functional.gelu(_fp8.from_e4m3(values) * scales).to(dtype)
+
+
+def _gelu_gradient_cpu(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
+    x = _fp8.from_e4m3(values) * scales
+    below = 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
+    return (grad.float() * (below + x * torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi)))).to(grad.dtype)
+
+
+def _gelu_rows_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
 def _to_mx4_cpu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,18 +111,25 @@ def _to_mx4_fake(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(blocks * MX4_BLOCK // 2, dtype=torch.uint8), x.new_empty(blocks, dtype=torch.uint8)
 
 
-def _on_cuda(name: str):
-    return lambda *args: getattr(importlib.import_module("kernels._saved_triton"), name)(*args)
+@functools.cache
+def _on_cuda(name: str) -> Callable:
+    return getattr(importlib.import_module("kernels._saved_triton"), name)
 
 
 # As in `kernels.factor`: called once or twice for every saved tensor, so without the wrappers of `torch.library.custom_op`.
 _LIBRARY = torch.library.Library("planner_kernels", "FRAGMENT")
 _LIBRARY.define("restore_rows(Tensor values, Tensor scales, ScalarType dtype) -> Tensor")
+_LIBRARY.define("gelu_rows(Tensor x) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define("gelu_restore(Tensor values, Tensor scales, ScalarType dtype) -> Tensor")
+_LIBRARY.define("gelu_gradient(Tensor values, Tensor scales, Tensor grad) -> Tensor")
 _LIBRARY.define("to_mx4(Tensor x) -> (Tensor, Tensor)")
 _LIBRARY.define("from_mx4(Tensor codes, Tensor scales, int numel, ScalarType dtype) -> Tensor")
 for _name, _cpu, _fake in (
         ("restore_rows", _restore_rows_cpu, lambda values, scales, dtype: values.new_empty(values.shape, dtype=dtype)),
+        ("gelu_rows", _gelu_rows_cpu, _gelu_rows_fake),
+        ("gelu_restore", _gelu_restore_cpu, lambda values, scales, dtype: values.new_empty(values.shape, dtype=dtype)),
+        ("gelu_gradient", _gelu_gradient_cpu, lambda values, scales, grad: torch.empty_like(grad)),
         ("to_mx4", _to_mx4_cpu, _to_mx4_fake), ("from_mx4", _from_mx4_cpu, lambda codes, scales, numel, dtype: codes.new_empty(numel, dtype=dtype))):
     _LIBRARY.impl(_name, _cpu, "CPU")
-    _LIBRARY.impl(_name, _on_cuda(_name), "CUDA")
+    _LIBRARY.impl(_name, functools.partial(lambda name, *args: _on_cuda(name)(*args), _name), "CUDA")
     torch.library.register_fake(f"planner_kernels::{_name}", _fake, lib=_LIBRARY)

@@ -1,6 +1,8 @@
 """Sequence blocks around jagged self-attention: pre-norm transformer blocks (softmax, GDPA, blocks of events) and HSTU (docs/model.md, section 1)."""
 from __future__ import annotations
 
+import dataclasses
+
 from costmodel.blocks.base import (
     CHEAP,
     DROPPED,
@@ -68,7 +70,7 @@ class SelfAttention(SequenceBlock):
         )
         if not mlp:
             return own
-        return (
+        tensors = (
             *own,
             *norm_saved("mlp_norm", rows, dim, CHEAP),
             Saved("up.input", rows * dim, CHEAP, rows=rows),
@@ -76,6 +78,8 @@ class SelfAttention(SequenceBlock):
             Saved("down.input", rows * mlp, CHEAP, rows=rows),
             Saved("down", rows * dim, DROPPED, rows=rows),
         )
+        treated = {"qkv.input": "again", "up.input": "again", "down.input": "again", "up": "stored"}
+        return tuple(dataclasses.replace(t, in_8_bits=treated.get(t.name, "wide")) for t in tensors)  # type: ignore[arg-type]
 
 
 class Gdpa(SelfAttention):

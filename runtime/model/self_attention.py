@@ -7,7 +7,6 @@ from __future__ import annotations
 import abc
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from costmodel.model import LayerGroup
 from kernels import block_attention, gdpa, jagged_attention
@@ -27,6 +26,7 @@ class TransformerBlock(nn.Module, abc.ABC):
         if self.has_mlp:
             self.mlp_norm = LayerNorm(dim)
             self.up = nn.Linear(dim, layer.mlp_dim)
+            self.gelu = nn.GELU()
             self.down = nn.Linear(layer.mlp_dim, dim)
 
     @abc.abstractmethod
@@ -38,7 +38,7 @@ class TransformerBlock(nn.Module, abc.ABC):
         q_THd, k_THd, v_THd = qkv.unbind(1)
         x_TD = x_TD + self.out(self.attend(q_THd, k_THd, v_THd, offsets, max_length).flatten(1))
         if self.has_mlp:
-            x_TD = x_TD + self.down(F.gelu(self.up(self.mlp_norm(x_TD))))
+            x_TD = x_TD + self.down(self.gelu(self.up(self.mlp_norm(x_TD))))
         return x_TD
 
 

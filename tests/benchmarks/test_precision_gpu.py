@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from benchmarks import precision_gpu as gpu
-from benchmarks.precision import recipes
+from benchmarks.precision_gate import recipes
 
 CPU = torch.device("cpu")
 
@@ -36,6 +36,17 @@ def test_a_precision_is_given_to_regions_that_can_have_it():
     plan = gpu.scenario_plan("gem-full-1xh200", model="gem-wide-8xh200")
     low = {r.region for r in gpu.under(plan, precision="fp8_row").regions if r.options[0].precision == "fp8_row"}
     assert {"history.0", "interaction.1", "experts.0"} <= low and not low & {"history.input", "history.summary", "heads"}
+
+
+def test_kernels_are_compiled_by_small_models_of_one_layer_each(monkeypatch):
+    ran = []
+    monkeypatch.setattr(gpu, "run_plan", lambda plan, device, *, steps: ran.append(plan))
+    for part in range(gpu.WARM_PARTS):
+        list(gpu.warm(part))
+    assert {len(p.model.sequences[0].layers) for p in ran} == {1} and max(t.rows for p in ran for t in p.model.tables) == 1000
+    assert {p.model.sequences[0].layers[0].kind for p in ran} == {"block_attention", "gdpa", "hstu", "self_attention"}
+    assert any(p.model.interaction_layers for p in ran) and {p.model.dim for p in ran} == {1024, 2048}
+    assert any(o.precision == "fp8_row" for p in ran for r in p.regions for o in r.options)
 
 
 def test_a_failure_is_a_row_with_the_reason():

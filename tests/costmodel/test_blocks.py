@@ -99,11 +99,12 @@ def test_checkpoint_policies_trade_memory_for_recompute(kind):
     saved = {p: block.saved_bytes(shape, "fp32", p) for p in ("none", "selective", "full", "quantized")}
     again = {p: sum(op.flops("forward") for op in block.recomputed(shape, "fp32", p)) for p in saved}
     assert saved["full"] < saved["selective"] < saved["none"] and saved["full"] == 49 * 32 * 4
-    assert saved["quantized"] < 0.4 * saved["none"]
+    wide = block.saved_bytes(shape, "bf16", "none")
+    assert block.saved_bytes(shape, "bf16", "quantized4") < block.saved_bytes(shape, "bf16", "quantized") < 0.62 * wide
     assert again["none"] == again["quantized"] == again["selective"] == 0.0
     assert again["full"] == block.flops(shape)
     assert block.recomputed(shape, "fp32", "selective")
-    assert block.saved_bytes(shape, "bf16", "none") < 0.6 * saved["none"]
+    assert wide < 0.6 * saved["none"]
 
 
 def test_self_attention_counts():

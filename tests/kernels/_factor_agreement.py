@@ -54,6 +54,15 @@ def agree_saved(device, dtypes=(torch.bfloat16, torch.float32), shapes=SHAPES):
             x = matrix(num_rows, dim, dtype)
             values, scales = OPS.factor_rows(x, "rowwise", False, False)[:2]
             _same(OPS.restore_rows(values, scales, dtype), triton_side.restore_rows(to(device, values), to(device, scales), dtype), ("rows", dtype))
+            calm, grad = torch.randn(num_rows, dim).mul(3).to(dtype), torch.randn(num_rows, dim).to(dtype)
+            want, got = OPS.gelu_rows(calm), triton_side.gelu_rows(to(device, calm))
+            for a, b in zip(want[1:], got[1:], strict=True):
+                _same(a, b, ("GELU's input", dtype))
+            close = dict(rtol=1e-2, atol=1e-2) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got[0].cpu(), want[0], **close)
+            for name, last in (("gelu_restore", dtype), ("gelu_gradient", grad)):
+                expected = getattr(OPS, name)(*want[1:], last)
+                torch.testing.assert_close(getattr(triton_side, name)(*got[1:], to(device, last)).cpu(), expected, **close)
             for part in (x, x.flatten()[:-5], x[:2, :32]):
                 want, got = OPS.to_mx4(part), triton_side.to_mx4(to(device, part))
                 for a, b in zip(want, got, strict=True):
