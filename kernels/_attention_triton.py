@@ -7,6 +7,7 @@ Paths of the backward, all without atomics across programs, so that results repe
     few            few queries (max_q <= 64): one pass over the keys per (sequence, head)                       5 products
     hopper_owner   one program per (sequence, K/V head), `_attention_hopper_bwd`                                5 products
     hopper_split   few or very uneven sequences: a program per block of keys, then `queries_kernel` for dQ      7 products, even work
+    hopper_pair    dQ, then dK and dV, `_attention_hopper_pair`                                                 7 products
     wide           heads of 256: dV, dK and dQ one after the other, `_attention_wide`                            8 products
     split          the same in Triton: bias, float32, head dims below 64, other GPUs                             7 products
 """
@@ -21,7 +22,7 @@ from kernels import _attention_kernels as kernel
 from kernels._tiles import longest_first, tile_map, zero_unowned
 
 SPLIT_IS_FASTER = {("softmax", 1024)}  # [Measured H200, D=128] 289 against the owner's 270 TFLOPS; no other bucket was compared
-PATHS = ("few", "hopper_owner", "hopper_split", "wide", "split")
+PATHS = ("few", "hopper_owner", "hopper_split", "hopper_pair", "wide", "split")
 TABLE_COPIES = 32  # bias-table gradients are added in so many copies, which divides the atomics' contention, then summed
 
 
@@ -119,10 +120,15 @@ def backward(
     tables = [None if t is None else torch.zeros((TABLE_COPIES, *t.shape), dtype=torch.float32, device=q.device) for t in bias[:2]]
     if 0 in (q.shape[0], k.shape[0], q.shape[1]) or offsets[0].shape[0] < 2:
         return dq.zero_(), dk.zero_(), dv.zero_(), *(None if t is None else t[0] for t in tables)
+    path = path or backward_path(grad, q, k, v, out, offsets, bias, options, max_q, max_k)
+    if path == "hopper_pair":
+        from kernels import _hopper_launch
+
+        _hopper_launch.backward_pair(grad, q, k, v, out, lse, dq, dk, dv, offsets, options, max_q)
+        return dq, dk, dv, None, None
     zero_unowned(offsets[0], dq)
     zero_unowned(offsets[1], dk, dv)
     delta = _softmax_delta(grad, out) if options.kind == "softmax" else lse
-    path = path or backward_path(grad, q, k, v, offsets, bias, options, max_q, max_k)
     maxima = (_bucket(max_q), _bucket(max_k))
     if path.startswith("hopper"):
         from kernels import _hopper_launch
@@ -140,7 +146,7 @@ def backward(
     return dq, dk, dv, *(None if t is None else (t.sum(0) / options.divisor).to(b.dtype) for t, b in zip(tables, bias[:2], strict=True))
 
 
-def backward_path(grad, q, k, v, offsets, bias, options, max_q: int, max_k: int) -> str:
+def backward_path(grad, q, k, v, out, offsets, bias, options, max_q: int, max_k: int) -> str:
     """Which kernels run, from what the host knows.
 
     One program may own a whole sequence only if the others keep the remaining SMs busy meanwhile. sum(Lq * Lk) is not known here;
@@ -151,9 +157,11 @@ def backward_path(grad, q, k, v, offsets, bias, options, max_q: int, max_k: int)
     from kernels import _hopper_launch  # Gluon's Hopper half; only where there is a GPU
 
     num_sequences = offsets[0].shape[0] - 1
-    if not _hopper_launch.fits((q, k, v, grad), num_sequences, bias, options):
+    if not _hopper_launch.fits((q, k, v, grad, out), num_sequences, bias, options):
         wide = q.shape[2] == 256 and q.dtype != torch.float32 and bias[0] is None and bias[1] is None
         return "wide" if wide else "split"
+    if _hopper_launch.choices.BACKWARD.get(q.shape[2]) == "pair":
+        return "hopper_pair"
     if (options.kind, _bucket(max_k)) in SPLIT_IS_FASTER:
         return "hopper_split"
     per_sm = k.shape[1] * q.shape[0] * k.shape[0] / num_sequences / _hopper_launch.num_programs(q.device)

@@ -5,9 +5,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels import _hopper_choices as choices
 from kernels._attention_hopper import hopper_forward_kernel
 from kernels._attention_hopper_bwd import hopper_backward_kernel
-from kernels._tiles import RANKED, longest_first, ranked_tiles
+from kernels._attention_hopper_items import hopper_items_kernel
+from kernels._attention_hopper_pair import hopper_dkdv_kernel, hopper_dq_kernel
+from kernels._block_hopper import block_backward_kernel
+from kernels._tiles import RANKED, longest_first, ranked_tiles, tile_map, zero_unowned
 
 LOG2E = 1.4426950408889634
 SHORT = 256  # keys at and below which half a block of 128 would be padding on average
@@ -16,6 +20,14 @@ SHORT = 256  # keys at and below which half a block of 128 would be padding on a
 # L <= 2048: 419 and 449. Keys <= 256, softmax: cross 232 and 255, self 139 and 146
 FORWARD_TILES = {(64, True): (128, 3), (64, False): (128, 3), (128, True): (128, 2), (128, False): (64, 4)}
 BACKWARD_QUERIES = {64: 128, 128: 64}  # head dim -> queries per step of the backward: what its two score tiles leave of the registers
+
+# head dim -> keys (dQ) or queries (dK, dV) a step and stages of them, tiles of the other side in flight; softmax's dQ holds O's tile too.
+# [Measured H200, D=128, products' TFLOPS] dQ, L <= 1024: 600 with two tiles, 605 with one. dK and dV: two blocks of keys 505 at L <= 1024,
+# 257 at L <= 256, one block and a stage more 543 and 248
+DQ_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 4, 1), (128, False): (64, 3, 2)}
+DKDV_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 3, 2), (128, False): (64, 4, 1)}  # (head dim, short)
+# two of a program's warp groups compute; beside them a warp that loads, and two that zero tails and fetch statistics
+PARTITIONS = {"PRODUCERS": 1, "HELPERS": 2, "PRODUCER_REGISTERS": 24, "num_warps": 4}
 
 
 def fits(tensors: tuple[Tensor, ...], num_sequences: int, bias: tuple, options) -> bool:
@@ -64,6 +76,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: 
     """Fill `out` and, for softmax, `lse`."""
     rows, heads, head_dim = q.shape
     softmax = options.kind == "softmax"
+    choice = choices.FORWARD.get((head_dim, softmax, max_k <= SHORT, options.causal or options.window > 0))
+    if choice is not None:
+        forward_items(q, k, v, out, lse, offsets, options, choice)
+        return
     n, stages = FORWARD_TILES[head_dim, softmax and max_k > SHORT]
     tiles, count = ranked_tiles(*offsets, rows, 128, out)
     scale = options.scale * LOG2E if softmax else options.scale
@@ -72,6 +88,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: 
         rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), options.window, scale, 1.0 / options.divisor,
         **meta(q, options), N=n, D=head_dim, STAGES=stages,
         CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, num_warps=4,
+    )  # fmt: skip
+
+
+def forward_items(q, k, v, out, lse, offsets, options, choice: tuple[int, int, int, int]) -> None:
+    """As `forward`, by items of `choice`: keys a block, stages, consumers, tiles."""
+    rows, heads, head_dim = q.shape
+    softmax = options.kind == "softmax"
+    n, stages, consumers, tiles = choice
+    if tiles > 1 and (options.causal or options.window > 0):
+        raise ValueError(f"tiles: {tiles} an item share their keys, which a mask by position does not allow")
+    items, count = ranked_tiles(*offsets, rows, consumers * 64 * tiles, out)
+    scale = options.scale * LOG2E if softmax else options.scale
+    hopper_items_kernel[(num_programs(q.device),)](
+        descriptor(q, 64), descriptor(k, n), descriptor(v, n), out, lse if softmax else out, *offsets, items, count,
+        rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), options.window, scale, 1.0 / options.divisor,
+        **meta(q, options), N=n, D=head_dim, STAGES=stages, CONSUMERS=consumers, TILES=tiles,
+        CONSUMER_REGISTERS=160 if consumers == 3 else 240, **PARTITIONS,
     )  # fmt: skip
 
 
@@ -95,3 +128,58 @@ def backward(
         options.window, scale, options.scale / options.divisor, 1.0 / options.divisor,
         **meta(q, options), OWNER=owner, M=m, D=head_dim, STAGES=2, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, num_warps=4,
     )  # fmt: skip
+
+
+def backward_pair(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    offsets: tuple[Tensor, Tensor], options, max_q: int,
+) -> None:  # fmt: skip
+    """Fill dq, dk and dv, rows that no sequence owns included."""
+    rows, heads, head_dim = q.shape
+    softmax = options.kind == "softmax"
+    zero_unowned(offsets[1], dk, dv)
+    tiles = ranked_tiles(*offsets, rows, 128, dq)
+    same = offsets[0].data_ptr() == offsets[1].data_ptr() and rows == k.shape[0]
+    items = tiles if same else ranked_tiles(offsets[1], offsets[0], k.shape[0], 128)
+    delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)  # sum_d dO O of every row: the dQ kernel writes, the other one reads
+    o = out if softmax else grad
+    scale = options.scale * LOG2E if softmax else options.scale
+    sizes = (rows, heads, heads // k.shape[1])
+    constants = {**meta(q, options), "D": head_dim, "CONSUMER_REGISTERS": 240, **PARTITIONS}
+    grid = (num_programs(q.device),)
+    n, stages, slots = DQ_TILES[head_dim, softmax]
+    hopper_dq_kernel[grid](
+        descriptor(q, 64), descriptor(grad, 64), descriptor(o, 64), descriptor(k, n), descriptor(v, n), dq, lse, delta,
+        *offsets, *tiles, *sizes, q.stride(1), grad.stride(1), o.stride(1), k.stride(1), v.stride(1), options.window, scale,
+        options.scale / options.divisor, N=n, STAGES=stages, SLOTS=slots, **constants,
+    )  # fmt: skip
+    n, stages, slots = DKDV_TILES[head_dim, max_q <= SHORT]
+    hopper_dkdv_kernel[grid](
+        descriptor(q, n), descriptor(grad, n), descriptor(k, 64), descriptor(v, 64), dk, dv, lse, delta,
+        *offsets, *items, *sizes, q.stride(1), grad.stride(1), k.stride(1), v.stride(1), options.window, scale,
+        options.scale / options.divisor, 1.0 / options.divisor, N=n, STAGES=stages, SLOTS=slots, **constants,
+    )  # fmt: skip
+
+
+def block_backward(grad, q, k, v, dq, dk, dv, offsets: Tensor, causal: bool, scale: float, slots: int) -> None:
+    """Fill dq, dk and dv of blocks of 64 rows."""
+    heads, head_dim = q.shape[1:]
+    owners = tile_map(offsets, q.shape[0], 64)
+    block_backward_kernel[(num_programs(q.device),)](
+        descriptor(q, 64), descriptor(k, 64), descriptor(v, 64), descriptor(grad, 64), dq, dk, dv, offsets, owners,
+        owners.shape[0] * heads, heads, q.stride(1), k.stride(1), v.stride(1), grad.stride(1), scale * LOG2E, scale,
+        CAUSAL=causal, D=head_dim, SLOTS=slots, HELPERS=2, num_warps=4,
+    )  # fmt: skip
+
+
+def block_fits(tensors: tuple[Tensor, ...], block: int) -> bool:
+    """Whether `block_backward` takes these arguments: a Hopper GPU, blocks of 64, ungrouped heads, what TMA can address."""
+    q, k = tensors[:2]
+    return (
+        torch.cuda.get_device_capability(q.device)[0] == 9
+        and block == 64
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] in (64, 128)
+        and q.shape[1] == k.shape[1]
+        and all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in tensors)
+    )

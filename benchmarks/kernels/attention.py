@@ -3,20 +3,24 @@
 import dataclasses
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-import kernels
 from benchmarks.kernels import common
 from benchmarks.kernels._timing import copy_rate
 from benchmarks.results import Row
+from kernels._attention_ops import attention_backward, attention_forward
+from kernels.block_attention import block_backward, block_forward
+from kernels.fp8_attention import dequantize_rows, fp8_attention_forward
 
-PEER_SECONDS = {"flex": 75, "cudnn": 40}  # processes of their own, FlexAttention's mostly compiling; shapes that did not finish have no peer figure
+# processes of their own, FlexAttention's mostly compiling; shapes that did not finish have no peer figure. PEER_SECONDS=0 runs none
+PEER_SECONDS = {"flex": 75.0, "cudnn": 40.0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,7 @@ class Shape:
     targets: tuple = (None, None)
     aims: tuple = (None, None)
     peers: dict = dataclasses.field(default_factory=dict)
+    fp8: bool = False  # products in e4m3; the backward includes restoring the quantised inputs
     fa2_here: bool = False  # torch's FA2 varlen runs in the same process, on the same tensors
     note: str = ""
 
@@ -98,17 +103,29 @@ def shapes() -> list[Shape]:
             name="HSTU silu causal lengths lognormal(600, 1) <= 8192 B=256", kind="silu", causal=True,
             q_lengths=common.lognormal_lengths(256, 600, 1.0, 8192),
         ),
+        Shape(name="fp8 softmax self q<=2048 full B=576", q_lengths=uniform(576, 2048, 1.0), fp8=True),
+        Shape(name="fp8 GDPA gelu_fast self q<=1024 fill 0.5 B=1152", q_lengths=uniform(1152, 1024, 0.5), kind="gelu_fast", fp8=True),
     ]  # fmt: skip
 
 
 def measure(done: set[str]) -> Iterator[Row]:
     """Forward and backward row of every shape."""
     missing = [s for s in shapes() if not {f"{s.name} forward", f"{s.name} backward"} <= done]
-    peers = {peer: peer_rows(peer, limit) for peer, limit in PEER_SECONDS.items()} if any(s.fa2_here for s in missing) else {}
+    limit = float(os.environ.get("PEER_SECONDS", "inf"))
+    peers = {}
+    if limit > 0 and any(s.fa2_here for s in missing):
+        peers = {peer: peer_rows(peer, min(limit, own)) for peer, own in PEER_SECONDS.items()}
     for shape in missing:
         gc.collect()
         torch.cuda.empty_cache()
-        yield from _rows(shape, [f"{shape.name} {direction}" for direction in ("forward", "backward")], peers)
+        names = [f"{shape.name} {direction}" for direction in ("forward", "backward")]
+        try:
+            yield from _rows(shape, names, peers)
+        except (RuntimeError, ValueError, subprocess.SubprocessError) as error:  # one shape's failure costs no other shape's row
+            note = f"failed: {type(error).__name__}: {str(error)[:200]}"
+            unit = "of copy rate" if shape.share else "TFLOPS"
+            for name, target, aim in zip(names, shape.targets, shape.aims, strict=True):
+                yield Row(name=name, value=None, unit=unit, target=target, aim=aim, note=note)
 
 
 def peer_rows(peer: str, limit: float) -> dict[str, dict]:
@@ -136,8 +153,7 @@ def _rows(shape: Shape, names: list[str], others: dict[str, dict[str, dict]]) ->
 
     q, k, v, grad = (draw(lengths).requires_grad_() for lengths in (q_lengths, k_lengths, k_lengths, q_lengths))
     edges = common.offsets(q_lengths), common.offsets(k_lengths)
-    attend = _attention(shape, q, k, v, edges, int(q_lengths.max()), int(k_lengths.max()))
-    times = _both_directions(attend, (q, k, v), grad)
+    times = [common.seconds(call) for call in directions(shape, q, k, v, grad, edges, (int(q_lengths.max()), int(k_lengths.max())))]
     pairs = float((q_lengths.double() * k_lengths.double()).sum())
     flops = 4 * shape.heads * shape.head_dim * pairs * (0.5 if shape.causal else 1.0)
     statistic = shape.kind == "softmax" and shape.block is None  # the backward reads the output only for softmax's row constant
@@ -166,17 +182,31 @@ def _rows(shape: Shape, names: list[str], others: dict[str, dict[str, dict]]) ->
         )  # fmt: skip
 
 
-def _attention(shape: Shape, q, k, v, edges, max_q: int, max_k: int):
+def directions(shape: Shape, q, k, v, grad, edges, longest: tuple[int, int]) -> tuple[Callable, Callable]:
+    """Forward and backward as calls of the operators, which CUDA graphs can capture; the first runs once here."""
+    q, k, v, grad = (x.detach() for x in (q, k, v, grad))
+    scale = shape.head_dim**-0.5
     if shape.block is not None:
-        return lambda: kernels.block_attention(q, k, v, edges[0], max_len=max_q, block=shape.block)
-    common_arguments = {"max_q": max_q, "max_k": max_k, "causal": shape.causal}
-    if shape.kind == "softmax":
-        return lambda: kernels.jagged_attention(q, k, v, *edges, **common_arguments)
-    return lambda: kernels.gdpa(q, k, v, *edges, activation=shape.kind, divisor=1024.0, **common_arguments)
+        arguments = (q, k, v, edges[0], longest[0], shape.block, shape.causal, scale)
+        return lambda: block_forward(*arguments), lambda: block_backward(grad, *arguments)
+    options = (*longest, shape.kind, shape.causal, 0, scale, 1.0 if shape.kind == "softmax" else 1024.0)
+    arguments = (q, k, v, *edges, None, None, None, None, *options)
+    if shape.fp8:
+        fp8 = (q, k, v, *edges, *longest, shape.kind, shape.causal, *options[-2:])
+        out, lse, q8, q_scale, k8, k_scale = fp8_attention_forward(*fp8)
+
+        def backward():
+            rounded = (dequantize_rows(q8, q_scale, q.dtype), dequantize_rows(k8, k_scale, k.dtype), v)
+            return attention_backward(grad, *rounded, out, lse, *arguments[3:])
+
+        return lambda: fp8_attention_forward(*fp8), backward
+    out, lse = attention_forward(*arguments)
+    out = out if shape.kind == "softmax" else grad
+    return lambda: attention_forward(*arguments), lambda: attention_backward(grad, *arguments[:3], out, lse, *arguments[3:])
 
 
 def _both_directions(attend, inputs, grad) -> tuple[float, float]:
-    """Seconds of the forward and of the backward alone (autograd runs it over one saved forward)."""
+    """Seconds of the forward and of the backward alone (autograd runs it over one saved forward): for peers."""
     with torch.no_grad():
         forward = common.seconds(attend)
     out = attend()

@@ -33,3 +33,17 @@ def test_rows_of_a_peer_that_is_stopped_or_fails_are_kept(monkeypatch, tmp_path)
     assert attention.peer_rows("flex", 3.0) == {"a": {"shape": "a", "seconds": [1, 2]}}
     program.write_text("#!/bin/sh\nexit 3\n")
     assert attention.peer_rows("flex", 3.0) == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": "gelu_fast", "causal": True}, {"block": 32}, {"fp8": True}, {"kind": "silu", "fp8": True}])
+def test_what_is_timed_are_the_operators_of_both_directions(options):
+    lengths = torch.tensor([40, 0, 7])
+    shape = attention.Shape(name="tiny", q_lengths=lengths, head_dim=16, heads=2, **options)
+    q, k, v, grad = (torch.randn(47, 2, 16) for _ in range(4))
+    edges = torch.tensor([0, 40, 40, 47])
+    forward, backward = attention.directions(shape, q, k, v, grad, (edges, edges), (40, 40))
+    out = forward()
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    gradients = backward()[:3]
+    assert out.shape == q.shape and [x.shape for x in gradients] == [q.shape] * 3
+    assert all(x.isfinite().all() and x.any() for x in (out, *gradients))

@@ -1,0 +1,175 @@
+"""The Hopper kernels, emulated on the CPU, against the float64 reference. Run as a process of its own; exit code 1 on error."""
+
+import itertools
+import sys
+
+import _gluon_emulator as emulator
+import numpy as np
+import torch
+from _gluon_emulator import Descriptor, DType, Pointer
+
+from kernels._attention_hopper import hopper_forward_kernel
+from kernels._attention_hopper_items import hopper_items_kernel
+from kernels._attention_hopper_pair import hopper_dkdv_kernel, hopper_dq_kernel
+from kernels._block_hopper import block_backward_kernel
+from kernels.reference import attention_reference, block_attention_reference
+
+BF16, F32, I32 = DType("bfloat16"), DType("float32"), DType("int32")
+LOG2E = 1.4426950408889634
+PROGRAMS = 2  # so that every program handles several items, and every barrier several phases
+D = 64
+
+
+class Case:
+    """Random rows with NaN where no sequence owns them, and what the kernels are told about them."""
+
+    def __init__(self, q_lengths, k_lengths, heads=2, kv_heads=2, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.heads, self.group = heads, heads // kv_heads
+        self.q_edges, self.k_edges = (torch.tensor([0, *x]).cumsum(0) + 2 for x in (q_lengths, k_lengths))
+        rows = [int(x[-1]) + 70 for x in (self.q_edges, self.k_edges)]
+        self.q, self.grad = (torch.randn(rows[0], heads, D, generator=generator) for _ in range(2))
+        self.k, self.v = (torch.randn(rows[1], kv_heads, D, generator=generator) for _ in range(2))
+        self.own = [torch.zeros(n, dtype=torch.bool) for n in rows]
+        for own, edges in zip(self.own, (self.q_edges, self.k_edges), strict=True):
+            own[int(edges[0]) : int(edges[-1])] = True
+        for x, side in ((self.q, 0), (self.grad, 0), (self.k, 1), (self.v, 1)):
+            x[~self.own[side]] = torch.nan
+
+    def reference(self, **options):
+        leaves = [x.nan_to_num().double().requires_grad_() for x in (self.q, self.k, self.v)]
+        out = attention_reference(*leaves, self.q_edges, self.k_edges, **options)
+        gradients = torch.autograd.grad(out, leaves, self.grad.nan_to_num().double()) if out.requires_grad else [torch.zeros_like(x) for x in leaves]
+        return out.detach(), gradients
+
+    def edges(self):
+        return [Pointer(x.numpy().astype(np.int64), I32) for x in (self.q_edges, self.k_edges)]
+
+    def ranked(self, side, block):
+        """What `_tiles.ranked_tiles` builds."""
+        edges = (self.q_edges, self.k_edges)[side]
+        lengths, work = edges.diff(), self.q_edges.diff() * self.k_edges.diff()
+        order = sorted(range(len(lengths)), key=lambda i: (-int(work[i]), i))
+        pairs = [(i, tile) for i in order for tile in range(-(-int(lengths[i]) // block))]
+        return [Pointer(np.array([*itertools.chain(*pairs), 0, 0], np.int64), I32), Pointer(np.array([len(pairs)], np.int64), I32)]
+
+
+def box(x, rows):
+    return Descriptor(x.reshape(x.shape[0], -1).numpy(), (rows, D), BF16)
+
+
+def result(shape, dtype=BF16):
+    array = np.full(int(np.prod(shape)), np.nan, np.float32)
+    return array, Pointer(array, dtype)
+
+
+def compare(name, array, truth, own):
+    value = torch.from_numpy(array).view(truth.shape)
+    assert value[~own].isnan().all(), f"{name}: rows were written that no sequence owns"
+    error = float((value[own].double() - truth[own]).norm() / (1 + truth[own].norm()))
+    assert error < 1e-5, f"{name}: off by {error}"
+
+
+def common(kind, causal, window):
+    return {"KIND": "gelu" if kind == "gelu_fast" else kind, "APPROX": kind == "gelu_fast", "CAUSAL": causal, "WINDOW": window > 0}
+
+
+PARTITIONS = {"PRODUCERS": 1, "HELPERS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "num_warps": 4}
+
+
+def check_forward(case, kind, causal, window, *, n, stages, consumers, tiles, seed):
+    softmax, divisor = kind == "softmax", 1.0 if kind == "softmax" else 7.0
+    truth, _ = case.reference(kind=kind, causal=causal, window=window or None, divisor=divisor, scale=0.2)
+    out, out_pointer = result(case.q.shape)
+    lse, lse_pointer = result((case.heads, case.q.shape[0]), F32)
+    scale = 0.2 * LOG2E if softmax else 0.2
+    arguments = (box(case.q, 64), box(case.k, n), box(case.v, n), out_pointer, lse_pointer, *case.edges(), *case.ranked(0, consumers * 64 * tiles),
+                 case.q.shape[0], case.heads, case.group, D, D, D, window, scale, 1 / divisor)  # fmt: skip
+    options = {**common(kind, causal, window), "N": n, "D": D, "STAGES": stages}
+    emulator.launch(hopper_items_kernel, PROGRAMS, arguments, seed=seed, CONSUMERS=consumers, TILES=tiles, **options, **PARTITIONS)
+    compare(f"{kind} forward", out, truth, case.own[0])
+    return out, lse
+
+
+def check_old_forward(case, kind, causal):
+    softmax, divisor = kind == "softmax", 1.0 if kind == "softmax" else 7.0
+    truth, _ = case.reference(kind=kind, causal=causal, divisor=divisor, scale=0.2)
+    out, out_pointer = result(case.q.shape)
+    _, lse_pointer = result((case.heads, case.q.shape[0]), F32)
+    arguments = (box(case.q, 64), box(case.k, 64), box(case.v, 64), out_pointer, lse_pointer, *case.edges(), *case.ranked(0, 128),
+                 case.q.shape[0], case.heads, case.group, D, D, D, 0, 0.2 * (LOG2E if softmax else 1), 1 / divisor)  # fmt: skip
+    registers = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "num_warps": 4}
+    emulator.launch(hopper_forward_kernel, PROGRAMS, arguments, **common(kind, causal, 0), N=64, D=D, STAGES=4, **registers)
+    compare(f"{kind} forward", out, truth, case.own[0])
+
+
+def check_backward(case, kind, causal, window, *, dq_tiles, kv_tiles, seed):
+    softmax, divisor = kind == "softmax", 1.0 if kind == "softmax" else 7.0
+    truth, gradients = case.reference(kind=kind, causal=causal, window=window or None, divisor=divisor, scale=0.2)
+    _, lse = check_forward(case, kind, causal, window, n=64, stages=4, consumers=2, tiles=1, seed=seed)
+    o = truth.float()
+    o[~case.own[0]] = torch.nan
+    scale = 0.2 * LOG2E if softmax else 0.2
+    (dq, dq_p), (dk, dk_p), (dv, dv_p), (_, delta) = (result(x) for x in (case.q.shape, case.k.shape, case.v.shape, (case.heads, case.q.shape[0])))
+    sizes = (case.q.shape[0], case.heads, case.group)
+    n, stages, slots = dq_tiles
+    emulator.launch(
+        hopper_dq_kernel, PROGRAMS,
+        (box(case.q, 64), box(case.grad, 64), box(o, 64), box(case.k, n), box(case.v, n), dq_p, Pointer(lse, F32), delta, *case.edges(),
+         *case.ranked(0, 128), *sizes, D, D, D, D, D, window, scale, 0.2 / divisor),
+        seed=seed, **common(kind, causal, window), N=n, D=D, STAGES=stages, SLOTS=slots, **PARTITIONS,
+    )  # fmt: skip
+    compare(f"{kind} dQ", dq, gradients[0], case.own[0])
+    n, stages, slots = kv_tiles
+    emulator.launch(
+        hopper_dkdv_kernel, PROGRAMS,
+        (box(case.q, n), box(case.grad, n), box(case.k, 64), box(case.v, 64), dk_p, dv_p, Pointer(lse, F32), delta, *case.edges(),
+         *case.ranked(1, 128), *sizes, D, D, D, D, window, scale, 0.2 / divisor, 1 / divisor),
+        seed=seed, **common(kind, causal, window), N=n, D=D, STAGES=stages, SLOTS=slots, **PARTITIONS,
+    )  # fmt: skip
+    compare(f"{kind} dK", dk, gradients[1], case.own[1])
+    compare(f"{kind} dV", dv, gradients[2], case.own[1])
+
+
+def check_block(lengths, causal, slots, seed):
+    case = Case(lengths, lengths, seed=seed)
+    leaves = [x.nan_to_num().double().requires_grad_() for x in (case.q, case.k, case.v)]
+    truth = block_attention_reference(*leaves, case.q_edges, block=64, causal=causal, scale=0.2)
+    expected = torch.autograd.grad(truth, leaves, case.grad.nan_to_num().double())
+    edges = case.q_edges
+    owner = np.full(case.q.shape[0] // 64 + len(lengths), -1, np.int64)
+    for b in range(len(lengths)):
+        owner[int(edges[b]) // 64 + b :] = b
+    results = [result(x.shape) for x in (case.q, case.k, case.v)]
+    emulator.launch(
+        block_backward_kernel, PROGRAMS,
+        (*(box(x, 64) for x in (case.q, case.k, case.v, case.grad)), *(p for _, p in results), case.edges()[0], Pointer(owner, I32),
+         len(owner) * case.heads, case.heads, D, D, D, D, 0.2 * LOG2E, 0.2),
+        seed=seed, CAUSAL=causal, D=D, SLOTS=slots, HELPERS=2, num_warps=4,
+    )  # fmt: skip
+    for name, (array, _), wanted in zip(("dQ", "dK", "dV"), results, expected, strict=True):
+        compare(f"block {name}", array, wanted, case.own[0])
+
+
+RAGGED = ([3, 0, 200, 128, 1, 129, 0, 70], [3, 4, 0, 130, 300, 12, 0, 65])  # the last tiles are followed by NaN
+LONG = ([300, 70, 260], [90, 350, 130])
+
+
+def main() -> int:
+    ragged, long = Case(*RAGGED, kv_heads=1), Case(*LONG, seed=1)
+    check_old_forward(long, "softmax", False)
+    for stages, consumers, tiles in ((5, 2, 4), (2, 2, 2), (4, 3, 3)):
+        check_forward(long, "softmax", False, 0, n=64, stages=stages, consumers=consumers, tiles=tiles, seed=tiles)
+    check_forward(ragged, "gelu", False, 0, n=128, stages=2, consumers=2, tiles=3, seed=1)
+    check_forward(ragged, "silu", True, 0, n=64, stages=5, consumers=2, tiles=1, seed=2)
+    check_backward(ragged, "softmax", False, 0, dq_tiles=(64, 4, 1), kv_tiles=(64, 3, 2), seed=3)
+    check_backward(long, "silu", True, 0, dq_tiles=(128, 2, 2), kv_tiles=(128, 2, 2), seed=4)
+    check_backward(ragged, "softmax", True, 100, dq_tiles=(64, 3, 1), kv_tiles=(64, 2, 1), seed=5)
+    check_backward(ragged, "identity", False, 100, dq_tiles=(64, 3, 2), kv_tiles=(64, 4, 1), seed=6)
+    for slots in (3, 2):
+        check_block([64, 0, 129, 1, 63, 300, 200, 31], slots == 2, slots, slots)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
