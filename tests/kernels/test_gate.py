@@ -66,3 +66,16 @@ def test_interpreted_kernels_agree():
     script = str(here / "_gate_agreement.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("rows", "width"), [(5000, 1024), (1001, 896), (3, 32)])
+def test_on_the_device(rows, width):
+    own = [x.detach().cuda().requires_grad_() for x in inputs(rows, width, torch.bfloat16)]
+    truth = [x.detach().cpu().double().requires_grad_() for x in own]
+    out, expected = gated_concat(*own), separate(*truth)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).bfloat16()
+    out.backward(grad.cuda()), expected.backward(grad.double())
+    for mine, theirs in zip((out, *(x.grad for x in own)), (expected, *(x.grad for x in truth))):
+        assert float((mine.cpu().double() - theirs).abs().max()) <= 0.01 * float(theirs.abs().max())
