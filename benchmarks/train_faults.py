@@ -96,8 +96,9 @@ class Job:
         finally:
             if self.process.poll() is None:
                 self.process.kill()
-        self._errors.seek(0)
-        return self.process.returncode, self._errors.read()
+        with self._errors:
+            self._errors.seek(0)
+            return self.process.returncode, self._errors.read()
 
 
 def losses(out: Path) -> list[float]:

@@ -55,7 +55,7 @@ EXECUTABLE = {
 PREDICT_ONLY = {
     "ncclx": "NCCLX is not part of PyTorch's releases",
     "copy_engine": "copy-engine collectives are not wired into the runtime",
-    "compile": "the runtime does not compile its blocks yet",
+    "compile": "compiled blocks run (benchmarks/train.py times them), but what they cost a plan is assumed, not calibrated",
     "cuda_graph": "the runtime does not capture graphs yet",
 }
 UNPRICED = {"host_cached": "the search's program does not price fetching rows; pin it to allow it"}
