@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=CPU_STAGES, help="stages (default: all of the device)")
     parser.add_argument("--resume", action="store_true", help="keep rows of an earlier call")
     parser.add_argument("--seconds", type=float, default=180.0, help="of the speed stage")
+    parser.add_argument("--compiled", action="store_true", help="of the speed stage: compiled blocks too, which take minutes to compile")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args(arguments)
     stages = options.only or (CPU_STAGES if options.device == "cpu" else ("speed",))
@@ -35,29 +36,30 @@ def main(arguments: list[str] | None = None) -> int:
     name, written = "train-cpu" if options.device == "cpu" else "train-h200", options.resume
     for stage in stages:
         with tempfile.TemporaryDirectory(prefix="train-", ignore_cleanup_errors=True) as folder:
-            found = list(_stage(stage, Path(folder), options))
-        for row in found:
-            sys.stderr.write(f"{row.name}: {row.value} {row.unit} ({row.note})\n")
-        results.write(name, found, command=f"python -m benchmarks.train --device {options.device}", title=f"Training: {name}", resume=written,
-                      out=options.out, intro="Jobs under torchrun on this machine's cores, with other programs beside them; a step's time there says "
-                      "little." if options.device == "cpu" else "")
-        written = True
+            for found in _stage(stage, Path(folder), options):
+                for row in found:
+                    sys.stderr.write(f"{row.name}: {row.value} {row.unit} ({row.note})\n")
+                results.write(name, found, command=f"python -m benchmarks.train --device {options.device}", title=f"Training: {name}", resume=written,
+                              out=options.out, intro="Jobs under torchrun on this machine's cores, with other programs beside them; a step's time "
+                              "there says little." if options.device == "cpu" else "")
+                written = True
     return 0
 
 
-def _stage(stage: str, work: Path, options: argparse.Namespace) -> Iterable[Row]:
+def _stage(stage: str, work: Path, options: argparse.Namespace) -> Iterable[list[Row]]:
+    """Rows as they are known, to be written at once."""
     from benchmarks import train_balance, train_faults
 
     simple: dict[str, Callable[[Path], Iterable[Row]]] = {
         "balance": lambda _: train_balance.rows(), "tables": _tables, "soak": train_faults.soak, "saving": train_faults.kills_while_saving,
         "hung": train_faults.hung, "exits": train_faults.exits}
     if stage in simple:
-        return simple[stage](work)
+        return [list(simple[stage](work))]
     import torch
 
     from benchmarks import train_speed
 
-    return train_speed.rows(torch.device(options.device), seconds=options.seconds)
+    return train_speed.rows(torch.device(options.device), seconds=options.seconds, compiled=options.compiled)
 
 
 def _tables(work: Path) -> Iterable[Row]:

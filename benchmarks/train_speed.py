@@ -34,7 +34,6 @@ SCENARIOS = {"hstu-ranking": ("hstu-ranking", 32, 0.35), "gem-full": ("gem-full-
 AIM, PEERS = 0.45, {"HSTU, 302.6 TFLOPS a GPU on H100, jagged, another distribution": 0.306}
 OVER = {"padded": 2.0, "flex": 1.3}
 EXECUTIONS = ("eager", "compile")
-VARIANTS = ("eager", *OVER, "compile")
 STEPS = {"cuda": 16, "cpu": 6}
 
 
@@ -71,25 +70,26 @@ def _alone(host: Plan, model: Model, workload: Workload, batch: int, precision: 
     return dataclasses.replace(made, fingerprints=made.expected_fingerprints())
 
 
-def rows(device: torch.device, *, seconds: float = 180.0) -> Iterator[Row]:
-    """Figures of every model that fits into `seconds`; a variant that cannot run is a row that says why."""
+def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False) -> Iterator[list[Row]]:
+    """Figures of every model that fits into `seconds`, after each variant all that are known of its model; a variant that cannot run is a row that
+    says why. `compiled`: compiled blocks too, which take minutes to compile."""
     started = not torch.distributed.is_initialized()
     if started:
         mesh.start(device)
     until, on_gpu = time.monotonic() + seconds, device.type == "cuda"
-    for name, (_, _, target) in SCENARIOS.items():
-        plan = plan_of(name) if on_gpu else tiny(name)
-        found: dict[str, Measured] = {}
-        for variant in VARIANTS if on_gpu else ("eager", *OVER):
+    plans = {name: plan_of(name) if on_gpu else tiny(name) for name in SCENARIOS}
+    found: dict[str, dict[str, Measured]] = {name: {} for name in SCENARIOS}
+    for variant in ("eager", *OVER, *(("compile",) if compiled else ())):
+        for name, (_, _, target) in SCENARIOS.items():
             missing = Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"not run: {seconds:.0f} s were over")
             try:
                 if time.monotonic() < until:
-                    found[variant] = measure(plan, device, variant)
+                    found[name][variant] = measure(plans[name], device, variant)
+                    yield list(_rows_of(name, plans[name], found[name], target if on_gpu else None))
                     continue
-            except (RuntimeError, ValueError, NotImplementedError) as error:
+            except Exception as error:  # of a compiler, of memory: the others are measured all the same
                 missing = dataclasses.replace(missing, note=f"cannot run: {(str(error).splitlines() or [type(error).__name__])[0][:160]}")
-            yield missing
-        yield from _rows_of(name, plan, found, target if on_gpu else None)
+            yield [missing]
     if started:
         mesh.leave()
 
@@ -125,7 +125,7 @@ def _phases(one: Measured) -> str:
 
 
 def measure(plan: Plan, device: torch.device, variant: str) -> Measured:
-    """A few steps of one of `VARIANTS`, those of the warm-up left out."""
+    """A few steps of a variant (`eager`, `compile`, or one of `OVER`), those of the warm-up left out."""
     plan = dataclasses.replace(plan, batching="padded") if variant == "padded" else plan
     plan = dataclasses.replace(plan, execution="compile") if variant == "compile" else plan
     trainer = None
