@@ -152,7 +152,8 @@ def _rows(shape: Shape, names: list[str], others: dict[str, dict[str, dict]]) ->
         return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
 
     q, k, v, grad = (draw(lengths).requires_grad_() for lengths in (q_lengths, k_lengths, k_lengths, q_lengths))
-    edges = common.offsets(q_lengths), common.offsets(k_lengths)
+    q_edges = common.offsets(q_lengths)
+    edges = q_edges, q_edges if shape.k_lengths is None else common.offsets(k_lengths)  # a model hands one tensor over for both
     times = [common.seconds(call) for call in directions(shape, q, k, v, grad, edges, (int(q_lengths.max()), int(k_lengths.max())))]
     pairs = float((q_lengths.double() * k_lengths.double()).sum())
     flops = 4 * shape.heads * shape.head_dim * pairs * (0.5 if shape.causal else 1.0)
