@@ -34,7 +34,7 @@ SCENARIOS = {"hstu-ranking": ("hstu-ranking", 32, 0.35), "gem-full": ("gem-full-
 AIM, PEERS = 0.45, {"HSTU, 302.6 TFLOPS a GPU on H100, jagged, another distribution": 0.306}
 OVER = {"padded": 2.0, "flex": 1.3}
 EXECUTIONS = ("eager", "compile")
-STEPS = {"cuda": 16, "cpu": 6}
+STEPS = {"cuda": 12, "cpu": 6}
 
 
 def plan_of(name: str, *, batch: int | None = None, precision: str = "bf16") -> Plan:
