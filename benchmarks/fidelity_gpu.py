@@ -36,13 +36,13 @@ from costmodel.codec import decode, encode
 from costmodel.estimate import estimate
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES
-from costmodel.samples import read_samples, write_samples
+from costmodel.samples import Environment, Sample, read_samples, write_samples
 
 # Seconds of measured steps that a run aims at, and its bounds [steps].
-RUN_SECONDS, MIN_STEPS, MAX_STEPS = 1.2, 12, 150
+RUN_SECONDS, MIN_STEPS, MAX_STEPS = 1.2, 8, 150
 # Plans that give the intervals, and what is added to the seed for them.
 RESIDUALS, RESIDUAL_SEED = 10, 1_000_003
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR, SAMPLES = "PYTORCH_CUDA_ALLOC_CONF", "samples.jsonl"
 SCENARIO, CLUSTER = "scenarios/gem-1xh200.yaml", Path(__file__).with_name("fidelity_gpu_cluster.json")
 
 
@@ -50,17 +50,19 @@ SCENARIO, CLUSTER = "scenarios/gem-1xh200.yaml", Path(__file__).with_name("fidel
 
 
 def calibrate(work: Path, cluster: Cluster, device, *, seconds: float) -> Calibration:
-    """Times the calibration subjects and fits; keeps samples and calibration in `work`."""
-    from runtime.microbench import gpu
+    """Times the calibration subjects and fits; keeps samples, as they come, and calibration in `work`."""
+    from runtime.microbench import session
 
-    environment, samples = gpu.calibrate(space.calibration_plans(cluster), device, budget=seconds, report=_say)
-    write_samples(work / "samples.jsonl", environment, samples)
+    def keep(environment: Environment, samples: list[Sample]) -> None:
+        write_samples(work / SAMPLES, environment, samples)
+
+    keep(*session.calibrate(space.calibration_plans(cluster), device, budget=seconds, report=_say, keep=keep))
     return refit(work, cluster)
 
 
 def refit(work: Path, cluster: Cluster) -> Calibration:
     """The calibration of the samples in `work`."""
-    environment, samples = read_samples(work / "samples.jsonl")
+    environment, samples = read_samples(work / SAMPLES)
     calibration = fit(dataclasses.replace(environment, device_name=cluster.device.name), samples, device=cluster.device)
     calibration.save(work / "calibration.json")
     return calibration
@@ -204,7 +206,10 @@ def main(options: argparse.Namespace, work: Path) -> int:
     calibration_path = options.calibration or work / "calibration.json"
     device = _device() if stage in ("all", "calibrate", "run") else None
     if stage in ("all", "calibrate") and options.calibration is None and not calibration_path.exists():
-        calibrate(work, own, device, seconds=options.calibration_seconds)
+        if options.resume and (work / SAMPLES).exists():  # of a calibration that did not end
+            refit(work, own)
+        else:
+            calibrate(work, own, device, seconds=options.calibration_seconds)
     if stage in ("all", "predict"):
         predict(work, own, load_calibration(calibration_path), seed=options.seed, count=options.count)
     paths = sorted(work.glob("*/plan.json"), key=_order)

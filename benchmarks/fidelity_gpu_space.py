@@ -2,7 +2,7 @@
 
     model     blocks of one kind, width and depth; head dims that the kernels have; 4-24 tables of 100,000 or a million rows
     workload  histories up to 256-2048 events, uniform, lognormal or all equal; 32 thousand to 320 thousand events a batch
-    plans     bf16 with each checkpoint policy on 1 or 2 micro-batches, and fp32 where its steps stay below a second
+    plans     bf16 with each checkpoint policy on 1 or 2 micro-batches, and fp32 where its steps stay below half a second
 
 A draw is a function of (seed, group). Draws whose loader, one thread that builds synthetic ids, would take longer than the step are drawn
 again: they would time NumPy. Calibration subjects come from the same distribution with a seed of their own; no drawn one equals any of them.
@@ -36,23 +36,26 @@ TOKENS = (32e3, 320e3)
 POLICIES = ("none", "selective", "full")
 # Rough seconds of a step, only to keep draws inside the space: FLOP/s of bf16 and fp32, bytes an event, feature and block over bytes/s.
 BF16_RATE, FP32_RATE, EVENT_SECONDS, LOADER_SECONDS = 3.0e14, 3.5e13, 150 / 2.5e12, 1.2e-7
-STEP_SECONDS, FP32_SECONDS = (12e-3, 0.35), 0.8
-CALIBRATION_SEED, CALIBRATION_SUBJECTS, WIDE_EVERY = 0xCA1B, 24, 3
+STEP_SECONDS, FP32_SECONDS = (12e-3, 0.35), 0.4
+CALIBRATION_SEED, CALIBRATION_SUBJECTS, WIDE_SUBJECTS = 0xCA1B, 48, 8
 # A run ends after so many steps.
 MOST_STEPS = 24
 LOADER_SHARE, SAVED_BYTES = 0.7, 5e10
 
 
 def calibration_plans(cluster: Cluster) -> list[Plan]:
-    """The plans whose shapes a calibration times: every subject in bf16, every third in fp32 too."""
-    plans = []
+    """The plans whose shapes a calibration times: subjects of every block kind and head dim in turn, in bf16, the first ones on smaller batches in
+    fp32 too. Every kind and precision comes first, so that a calibration that ends early has them."""
+    plans, wide = [], []
     for i in range(CALIBRATION_SUBJECTS):
-        model, workload = _draw_subject(np.random.default_rng([CALIBRATION_SEED, i]), cluster, name=f"calibration-{i}", kind=KINDS[i % len(KINDS)])
+        model, workload = _draw_subject(np.random.default_rng([CALIBRATION_SEED, i]), cluster, name=f"calibration-{i}", kind=KINDS[i % len(KINDS)],
+                                        head_dim=HEAD_DIMS[i // len(KINDS) % len(HEAD_DIMS)])
         plans.append(_one(model, workload, cluster))
-        if i % WIDE_EVERY == 0:
+        if i < WIDE_SUBJECTS:
             smaller = dataclasses.replace(workload, global_batch=max(4, workload.global_batch // 4))
-            plans.append(_one(model, smaller, cluster, precision="fp32"))
-    return plans
+            wide.append(_one(model, smaller, cluster, precision="fp32"))
+    first = len(KINDS)
+    return plans[:first] + wide[:first] + plans[first:3 * first] + wide[first:] + plans[3 * first:]
 
 
 _calibrated: set[str] = set()
@@ -80,12 +83,12 @@ def draw_group(cluster: Cluster, *, seed: int, group: int) -> list[Plan]:
     return plans + ([_one(model, workload, cluster, precision="fp32")] if wide else [])
 
 
-def _draw_subject(rng: np.random.Generator, cluster: Cluster, *, name: str, kind: str) -> tuple[Model, Workload]:
+def _draw_subject(rng: np.random.Generator, cluster: Cluster, *, name: str, kind: str, head_dim: int | None = None) -> tuple[Model, Workload]:
     pick = lambda options: options[int(rng.integers(len(options)))]
     while True:
-        dim, head_dim = pick(DIMS), pick(HEAD_DIMS)
+        dim, drawn = pick(DIMS), pick(HEAD_DIMS)
         values = {
-            "kind": kind, "dim": dim, "heads": dim // head_dim, "depth": pick(DEPTHS), "mlp_factor": pick(MLP_FACTORS),
+            "kind": kind, "dim": dim, "heads": dim // (head_dim or drawn), "depth": pick(DEPTHS), "mlp_factor": pick(MLP_FACTORS),
             "num_tables": pick(NUM_TABLES),
             "rows": pick(TABLE_ROWS), "table_dim": pick(TABLE_DIMS), "maximum": pick(MAXIMUM_LENGTHS), "length_kind": pick(LENGTH_KINDS),
             "global_batch": 2, "dense": int(rng.integers(0, 2)) * 32,
@@ -116,4 +119,5 @@ def describe() -> str:
     return (f"kinds {', '.join(KINDS)}; dim {DIMS[0]}-{DIMS[-1]}; head dim {HEAD_DIMS}; depth {DEPTHS}; mlp factor {MLP_FACTORS}; "
             f"tables {NUM_TABLES} of {TABLE_ROWS} rows x {TABLE_DIMS}; histories {', '.join(LENGTH_KINDS)} up to {MAXIMUM_LENGTHS} events; "
             f"{TOKENS[0]:.0f}-{TOKENS[1]:.0f} events a batch; "
-            f"bf16 with checkpoint {', '.join(POLICIES)} x accumulation 1, 2, and fp32; eager; one H200")
+            f"bf16 with checkpoint {', '.join(POLICIES)} x accumulation 1, 2, and fp32; eager (compiled steps are left "
+            f"out: compiling each plan would take longer than all else); one H200")

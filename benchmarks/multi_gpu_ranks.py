@@ -48,7 +48,8 @@ from runtime import mesh
 from runtime.batch import Batch
 from runtime.data import open_source
 from runtime.microbench import collectives, contention, exchange, gpu, peercopy
-from runtime.microbench.__main__ import Session, environment
+from runtime.microbench.__main__ import Session
+from runtime.microbench.environment import environment
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Seconds of measured steps that a run aims at, its bounds [steps], different batches that it repeats, traced steps.

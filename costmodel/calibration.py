@@ -10,9 +10,9 @@ utilisation; where it has, a, b and c are those of the least relative error. y i
 of them (`ops.coordinates`, `costmodel.krige`). Past the measured box the utilisation at its edge is held. A measured shape
 returns its measurement, unless that was noisy itself.
 
-Block samples (`block:<kind>`) are compared with the sum of their ops; log(seconds / sum) is interpolated over the block's features in the
-same way: what autograd, Python and the caches add between ops, and what the op curves are wrong by there. Runs that are scored never enter
-a fit.
+Block samples (`block:<kind>`) are compared with a reference, on a host the sum of their ops, on a GPU their work (`costmodel.work`); log(seconds /
+reference) is interpolated over the block's features in the same way: what autograd, Python and the caches add between ops, and what the reference is
+wrong by there. Runs that are scored never enter a fit.
 """
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from costmodel.ops import KINDS, Op, coordinates, op
 from costmodel.precision import expanded
 from costmodel.quantity import Source
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
+from costmodel.work import Measured, fit_shares, work
 
 SCHEMA_VERSION = 1
 # |log error| at 90 % that a figure gets at least, by source [Assumed where no residual says more].
@@ -85,16 +86,18 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A block kind against the sum of its ops: log(seconds / sum) over the block's features. width: 90 % quantile of |leave-one-out log error|;
-    host_ratio: its launch time over that of its ops."""
+    """A block kind against a reference: log(seconds / reference) over the block's features. The reference is the sum of its ops, or with `shares`
+    (one for each of `work.PARTS`) their sum over the block's work. width: 90 % quantile of |leave-one-out log error|; host_ratio: its launch time
+    over that of its ops."""
 
     features: tuple[str, ...]
     surface: Surface
     width: float
     host_ratio: float = 1.0
+    shares: tuple[float, ...] = ()
 
     def ratio(self, features: Mapping[str, float]) -> tuple[float, float, float]:
-        """(seconds over the sum of the ops, |log error| at 90 %, log distance outside what was measured) of a block with these features."""
+        """(seconds over the reference, |log error| at 90 %, log distance outside what was measured) of a block with these features."""
         y, outside = self.surface.at(np.array([features.get(name) or 0.0 for name in self.features]))
         return math.exp(y), self.width + 0.05 * outside, outside
 
@@ -402,27 +405,37 @@ def _fixed_seconds(ideal: np.ndarray, seconds: np.ndarray) -> float:
 def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[str, Composition]:
     """On a GPU every dtype and checkpoint policy has its own correction (`costmodel.gpu`)."""
     grouped: dict[str, list[tuple[Sample, float, float]]] = defaultdict(list)
+    measured: dict[int, Measured] = {}
     on_gpu = calibration.environment.device_kind != "cpu"
     for sample in samples:
         kind = sample.op.removeprefix(BLOCK_PREFIX)
         forward = measured_block_ops(kind, sample.features, sample.dtype)
-        name = block_key(kind, sample.dtype, sample.variant) if on_gpu else kind
+        key = f"{block_key(kind, sample.dtype, sample.variant) if on_gpu else kind}/{sample.phase}/{sample.active_ranks}"
         timed = expanded(timed_ops(forward, sample.phase, sample.variant, MATRIX_OPS), calibration.device)
         times = [calibration.predict(one, phase, active_ranks=sample.active_ranks) for one, phase in timed]
-        ratio = math.log(sample.seconds / sum(t.seconds for t in times))
         launched = sum(t.host_seconds for t in times)
         host = sample.host_seconds / launched if sample.host_seconds and launched > 0 else 1.0
-        grouped[f"{name}/{sample.phase}/{sample.active_ranks}"].append((sample, ratio, host))
-    return {key: _compose(rows) for key, rows in sorted(grouped.items())}
+        grouped[key].append((sample, sum(t.seconds for t in times), host))
+        if on_gpu:
+            attention = next((one.variant for one in forward if one.kind == "attention"), "")
+            measured[id(sample)] = Measured(group=key, dtype=sample.dtype, attention=attention, seconds=sample.seconds,
+                                            work=work(timed, sample.features, calibration.device))
+    if not on_gpu:
+        return {key: _compose(rows) for key, rows in sorted(grouped.items())}
+    shares = fit_shares(measured.values())
+    return {key: _compose([(sample, float(measured[id(sample)].work @ shares[key]), host) for sample, _, host in rows], shares[key])
+            for key, rows in sorted(grouped.items())}
 
 
-def _compose(rows: list[tuple[Sample, float, float]]) -> Composition:
+def _compose(rows: list[tuple[Sample, float, float]], shares: Iterable[float] = ()) -> Composition:
+    """From (sample, seconds of the reference, launch time over that of the ops)."""
     names = tuple(sorted({name for sample, _, _ in rows for name in sample.features}))
     points = np.array([[sample.features.get(name, 0.0) for name in names] for sample, _, _ in rows])
-    y = np.array([ratio for _, ratio, _ in rows])
+    y = np.array([math.log(sample.seconds / reference) for sample, reference, _ in rows])
     surface, errors = fit_surface(points, y, np.array([sample.noise for sample, _, _ in rows]))
     host = float(np.median([host for _, _, host in rows]))
-    return Composition(features=names, surface=surface, width=max(0.03, _width(errors, y)), host_ratio=host)
+    return Composition(features=names, surface=surface, width=max(0.03, _width(errors, y)), host_ratio=host,
+                       shares=tuple(map(float, shares)))
 
 
 def score(calibration: Calibration, samples: Iterable[Sample]) -> list[tuple[Sample, float]]:

@@ -7,15 +7,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from costmodel import compute
 from costmodel.blocks import BatchShape, Block
+from costmodel.blocks.base import MATRIX_OPS
 from costmodel.blocks.measured import block_features
 from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTime
-from costmodel.gpu import block_key
+from costmodel.gpu import block_key, timed_ops
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, op
 from costmodel.plan import Plan
 from costmodel.precision import expanded
 from costmodel.quantity import Source, worst
+from costmodel.work import work
 
 # Main-thread time of a step outside everything else (loop, metrics) [Assumed where not measured].
 STEP_OVERHEAD_SECONDS = 2e-4
@@ -153,6 +157,8 @@ class Pricer:
         if self._composition(block, FORWARD, precision, policy) is not None:
             host += (self._corrected(block, batch, forward, FORWARD, precision, policy).host_seconds
                      - self._corrected(block, batch, forward, FORWARD, precision).host_seconds)
+        if self.calibration is not None:
+            host *= self.calibration.constants.get(f"host_scale/{policy}", 1.0)
         seconds = max(whole.seconds - plain.seconds, 0.0)
         share = seconds / whole.seconds if whole.seconds > 0 else 0.0
         return Cost(seconds=seconds, host_seconds=max(host, 0.0), flops=run.flops, bytes=run.bytes, compute_bound=run.compute_bound,
@@ -179,6 +185,10 @@ class Pricer:
         if found is None or features is None:
             return cost
         ratio, width, outside = found.ratio(features)
+        if found.shares and cost.seconds > 0:
+            timed = expanded(timed_ops(block.forward(batch, precision), phase, policy, MATRIX_OPS), self.device,
+                             low_weight_gradients=self.low_weight_gradients)
+            ratio *= float(work(timed, features, self.device) @ np.array(found.shares)) / cost.seconds
         known = 0.0 if outside < 0.1 else 1.0
         parts = tuple((f"block:{block.kind}/{phase}" if curve.startswith("roofline:") else curve, "interpolated" if source == "roofline" else source,
                        seconds * ratio, known * error) for curve, source, seconds, error in cost.parts)

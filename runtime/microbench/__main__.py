@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -19,14 +17,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from costmodel import launch, ops
+from costmodel import ops
 from costmodel.ops import KINDS
 from costmodel.plan import Layout, Plan
-from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample, write_samples
+from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Sample, write_samples
 from runtime import mesh
 from runtime.data import open_source
-from runtime.hashes import source_hashes
-from runtime.microbench import blocks, cases, collectives, contention, gpu, inputs, steps, timing
+from runtime.microbench import blocks, cases, collectives, contention, inputs, steps, timing
+from runtime.microbench import session as gpu_session
+from runtime.microbench.environment import environment
 from runtime.microbench.requests import requests
 from runtime.microbench.timing import Timing, measure, summarize
 
@@ -116,7 +115,7 @@ def _calibrate_gpu(plans: list[Plan], device: torch.device, options: argparse.Na
     def report(text: str) -> None:
         _report({"event": "calibrate", "what": text, "ranks": 1})
 
-    found, samples = gpu.calibrate(plans, device, budget=options.budget or GPU_SECONDS[options.preset], report=report)
+    found, samples = gpu_session.calibrate(plans, device, budget=options.budget or GPU_SECONDS[options.preset], report=report)
     write_samples(options.out, found, samples)
     _report({"event": "done", "samples": len(samples), "skipped": 0})
     return 0
@@ -182,22 +181,6 @@ def keep_processor_share(session: Session) -> None:
     share = timing.PROCESSOR.share
     if session.device.type == "cpu" and share is not None:
         session.keep(CONSTANT_PREFIX + "processor_share", ops.STEP, {}, summarize([share]), variant=str(session.ranks))
-
-
-def environment(device: torch.device) -> Environment:
-    """Where these samples are taken."""
-    allocator = {name: os.environ[name] for name in launch.allocator() if name in os.environ}
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = ""
-    return Environment(
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
-        device_kind=device.type, threads=torch.get_num_threads(), allocator=allocator, torch=torch.__version__, triton=triton_version,
-        python=platform.python_version(), date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        commit=os.environ.get("PLANNER_COMMIT", ""), source_hashes=source_hashes())
 
 
 def _copies(num_bytes: float, session: Session) -> int:

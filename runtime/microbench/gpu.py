@@ -1,5 +1,5 @@
 """What a step on one GPU is made of, timed as the trainer runs it: constants of the device, whole blocks under every precision and checkpoint
-policy, table groups, the optimizer, single ops, batches built by the loader, and the host's own time from short runs of the trainer.
+policy, table groups, the optimizer, single ops, batches built by the loader. `runtime.microbench.session` makes a calibration of them.
 
 Device time comes from events behind a held-back stream, host time from the same calls (`timing`). A block is the trainer's own module, fed with
 tensors of the dtypes that reach it in the model: tables hand fp32 in, blocks hand their own dtype on. Its sample has the policy as variant; a
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,16 +20,14 @@ from torch import Tensor, nn
 from costmodel import ops
 from costmodel.blocks import BatchShape, JaggedShape
 from costmodel.blocks.measured import block_features
-from costmodel.calibration import Calibration, fit
-from costmodel.gpu import block_key, launches
-from costmodel.lower import lower
+from costmodel.gpu import block_key
 from costmodel.memory import backward_bytes
 from costmodel.model import TableGroup
 from costmodel.ops import KINDS
-from costmodel.plan import Layout, Plan, RegionOption, TablePlacement
+from costmodel.plan import Plan, RegionOption
 from costmodel.precision import LOW_PRECISIONS
 from costmodel.regions import Region, regions
-from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
+from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Sample
 from costmodel.sparse import expected_unique, skew
 from runtime import worker
 from runtime.batch import Batch
@@ -39,7 +35,7 @@ from runtime.checkpointing import apply_checkpointing
 from runtime.data import Source, open_source
 from runtime.embedding import Lookup, ShardedEmbeddings
 from runtime.mesh import Meshes
-from runtime.microbench import cases, warm
+from runtime.microbench import cases
 from runtime.microbench.cases import noise
 from runtime.microbench.requests import Request, requests
 from runtime.microbench.timing import Run, Timing, measure
@@ -48,18 +44,15 @@ from runtime.model import GEM
 from runtime.optimizer import build_dense_optimizer
 from runtime.parallelize import PARAM_DTYPES
 from runtime.precision.linear import use_low_precision
-from runtime.trainer import WARMUP_STEPS, Trainer
 
 POLICIES = ("none", "selective", "full")
 # A subject's batch is timed whole and in this part.
 SMALLER = 3
 COPIES = 2
-# Steps, and events a batch, of the runs that time the host.
-HOST_STEPS, SMALL_TOKENS = 12, 1500.0
-# Of the time, what blocks and tables may take: the rest is for single ops.
-BLOCK_SHARE = 0.66
-# Of a whole calibration, what all of those may take; the rest is for short runs of the trainer, the last few of which show the allocator's slack.
-DEVICE_SHARE, ALLOCATOR_RUNS, ALLOCATOR_SECONDS = 0.82, 3, 9.0
+# Plans that are timed whole; of the others the layers alone.
+WHOLE_PLANS = 18
+# Timed with the blocks.
+_TIMED_ABOVE = frozenset({"embedding_lookup", "embedding_update", "adamw", "unique"})
 # Points a turn of the op kinds with the most features.
 TURNS = {"linear": 5, "attention": 4}
 Report = Callable[[str], None]
@@ -78,20 +71,21 @@ def constant(name: str, value: float, variant: str = "") -> Sample:
 # --- constants ---
 
 
-def constant_samples(device: torch.device) -> list[Sample]:
+def constant_samples(device: torch.device) -> Iterator[Sample]:
     """Launch times, rates of a large copy and of large products, host-to-device rate, bytes that libraries keep (costmodel.samples)."""
-    found = [constant("library_bytes", _library_bytes(device)), *_launch_constants(device)]
+    yield constant("library_bytes", _library_bytes(device))
+    yield from _launch_constants(device)
     source, target = torch.randn(2**29, device=device), torch.empty(2**29, device=device)
     copied = measure([Run(run=lambda _: target.copy_(source))], device=device, seconds=0.1)
-    found.append(constant("memory_bandwidth", 2 * source.numel() * 4 / copied.seconds))
+    yield constant("memory_bandwidth", 2 * source.numel() * 4 / copied.seconds)
     for dtype, size in (("bf16", 8192), ("fp32", 4096)):
         a, b = (torch.randn(size, size, device=device, dtype=PARAM_DTYPES[dtype]) for _ in range(2))
         product = measure([Run(run=lambda _, a=a, b=b: a @ b)], device=device, seconds=0.1)
-        found.append(constant("peak_flops", 2 * size**3 / product.seconds, dtype))
+        yield constant("peak_flops", 2 * size**3 / product.seconds, dtype)
     host = torch.empty(2**26, dtype=torch.uint8).pin_memory()
     landed = torch.empty_like(host, device=device)
     moved = measure([Run(run=lambda _: landed.copy_(host, non_blocking=True))], device=device, seconds=0.1)
-    return [*found, constant("host_copy_bandwidth", host.numel() / moved.seconds)]
+    yield constant("host_copy_bandwidth", host.numel() / moved.seconds)
 
 
 def _library_bytes(device: torch.device) -> float:
@@ -328,23 +322,29 @@ def input_sample(plan: Plan, source: Source, samples: int, *, seconds: float) ->
 # --- ops ---
 
 
+def op_requests(plans: list[Plan], *, points: float, kinds: frozenset[str] | None = None, but: frozenset[str] = frozenset()) -> list[Request]:
+    """Single ops of the plans' own shapes and around them, of `kinds` (None: all) without `but`; tables and optimizer are timed above."""
+    wanted = [r for r in requests(plans, points=points, gpu=True)
+              if cases.executable(r) and r.op.kind not in (*but, *_TIMED_ABOVE) and (kinds is None or r.op.kind in kinds)]
+    return in_turns(wanted, np.random.default_rng(11))
+
+
 def op_samples(plans: list[Plan], device: torch.device, *, points: float, seconds: float, until: float,
                report: Report = lambda _: None) -> Iterator[Sample]:
-    """Single ops of the plans' own shapes and around them until the clock says `until`; tables and optimizer are timed above."""
-    wanted = [r for r in requests(plans, points=points, gpu=True)
-              if cases.executable(r) and r.op.kind not in ("embedding_lookup", "embedding_update", "adamw", "unique")]
-    for request in in_turns(wanted, np.random.default_rng(11)):
+    """Single ops of the plans' own shapes and around them until the clock says `until`."""
+    for request in op_requests(plans, points=points):
         if time.perf_counter() > until:
             return
-        copies = 1 if request.op.bytes(ops.FORWARD) > 6e7 else COPIES
-        yield from attempted(_timed_op(request, device, copies, seconds), str(request.op), report)
+        yield from attempted(timed_op(request, device, seconds), str(request.op), report)
 
 
-def _timed_op(request: Request, device: torch.device, copies: int, seconds: float) -> Iterator[Sample]:
+def timed_op(request: Request, device: torch.device, seconds: float, *, host: bool = True) -> Iterator[Sample]:
+    """`host`: whether the host is free, so that its time to launch the op says something."""
+    copies = 1 if request.op.bytes(ops.FORWARD) > 6e7 else COPIES
     for phase in KINDS[request.op.kind].phases:
         timing = measure(cases.cases(request, phase, device, copies), device=device, seconds=seconds)
-        yield sample(request.op.kind, phase, dict(request.op.features), timing, variant=request.op.variant, dtype=request.op.dtype,
-                     held_out=request.held_out)
+        yield sample(request.op.kind, phase, dict(request.op.features), timing if host else dataclasses.replace(timing, host_seconds=None),
+                     variant=request.op.variant, dtype=request.op.dtype, held_out=request.held_out)
 
 
 def in_turns(wanted: list[Request], rng: np.random.Generator) -> list[Request]:
@@ -375,128 +375,32 @@ def attempted(samples: Iterator[Sample], what: str, report: Report) -> list[Samp
     return found
 
 
-def plan_samples(plan: Plan, device: torch.device, rng: np.random.Generator, seconds: float) -> Iterator[Sample]:
-    """Blocks, tables, loader and optimizer of one plan."""
+def plan_samples(plan: Plan, device: torch.device, rng: np.random.Generator, seconds: float, *, layers_only: bool = False) -> Iterator[Sample]:
+    """Blocks, tables, loader and optimizer of one plan, or its layers alone; in fp32, whose steps are long, at the plan's own batch only."""
     source = open_source(plan.model, plan.workload, seed=plan.seed)
     precision = layer_precision(plan)
-    for i, batch in enumerate(batches(plan, rng)):
+    for i, batch in enumerate(batches(plan, rng)[:1 if precision == "fp32" else None]):
         yield from block_samples(plan, batch, device, precision=precision, policies=POLICIES if precision == "bf16" else ("none",), seconds=seconds,
-                                 layers_only=i > 0 or precision in LOW_PRECISIONS)
-        if precision == "bf16":
+                                 layers_only=layers_only or i > 0 or precision in LOW_PRECISIONS)
+        if precision == "bf16" and not layers_only:
             yield from sparse_samples(plan, source, batch.samples, device, seconds=seconds)
             yield input_sample(plan, source, batch.samples, seconds=2 * seconds)
-    yield optimizer_sample(plan, device, seconds=seconds)
+    if not layers_only:
+        yield optimizer_sample(plan, device, seconds=seconds)
 
 
-def device_samples(plans: list[Plan], device: torch.device, *, budget: float, seconds: float = 0.03, report: Report = lambda _: None) -> list[Sample]:
-    """Everything above, for about `budget` seconds: blocks and tables first, which nothing else stands for, then ops until the time is over."""
-    begin, rng = time.perf_counter(), np.random.default_rng(7)
-    found = constant_samples(device)
+def device_samples(plans: list[Plan], device: torch.device, *, until: float, seconds: float = 0.03,
+                   report: Report = lambda _: None) -> Iterator[Sample]:
+    """Blocks, tables, loader and optimizer of the plans in order, of the first WHOLE_PLANS whole, until the clock says `until`."""
+    begin, rng, count = time.perf_counter(), np.random.default_rng(7), 0
     for number, plan in enumerate(plans):
-        if time.perf_counter() > begin + BLOCK_SHARE * budget:
+        if time.perf_counter() > until:
             report(f"out of time for blocks before plan {number + 1}/{len(plans)}")
             break
-        found += attempted(plan_samples(plan, device, rng, seconds), f"plan {number + 1}", report)
+        found = attempted(plan_samples(plan, device, rng, seconds, layers_only=number >= WHOLE_PLANS), f"plan {number + 1}", report)
+        yield from found
         gc.collect()
-        torch.cuda.empty_cache()
-        report(f"plan {number + 1}/{len(plans)}: {len(found)} samples, {time.perf_counter() - begin:.0f} s")
-    found.append(constant("context_bytes", context_bytes()))
-    found += op_samples(plans, device, points=0.5, seconds=seconds / 2, until=begin + budget, report=report)
-    report(f"{len(found)} samples, {time.perf_counter() - begin:.0f} s")
-    return found
-
-
-# --- the host in the trainer ---
-
-
-def host_samples(calibration: Calibration, plans: list[Plan], device: torch.device, *, until: float = math.inf) -> Iterator[Sample]:
-    """`host_scale` and `step_host` from short runs of small batches, whose steps wait for the host: their main thread's time against what
-    `calibration` gives for the launches."""
-    pairs = []
-    for plan in plans:
-        if time.perf_counter() > until and pairs:
-            break
-        trainer = _trained(plan, device, WARMUP_STEPS + HOST_STEPS)
-        spent = statistics.median(sum(step.values()) for step in trainer.timer.host[WARMUP_STEPS:])
-        pairs.append((sum(launches(lower(plan, calibration).graph).values()), spent))
-        del trainer
-    scale, rest = host_fit(pairs)
-    yield from (constant("host_scale", scale), constant("step_host", rest))
-
-
-def allocator_samples(plans: list[Plan], device: torch.device) -> Iterator[Sample]:
-    """`allocator_overhead`: the most that the caching allocator held over the most that was allocated, over short runs of whole batches."""
-    over = []
-    for plan in plans:
-        trainer = _trained(plan, device, WARMUP_STEPS + HOST_STEPS)
-        over.append(torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1.0)
-        del trainer
-    yield constant("allocator_overhead", max(over))
-
-
-def _trained(plan: Plan, device: torch.device, steps: int) -> Trainer:
-    """A trainer after `steps` steps, in an allocator that held nothing before."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
-    trainer.train(steps)
-    trainer.phases += trainer.timer.finished(wait=True)
-    return trainer
-
-
-def host_fit(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """(scale, rest >= 0) of spent = scale x predicted + rest with the least relative error."""
-    predicted, spent = np.array(pairs).T
-    scale, rest = np.linalg.lstsq(np.stack([predicted / spent, 1 / spent], axis=1), np.ones(len(pairs)), rcond=None)[0]
-    if rest < 0 or scale <= 0:
-        scale, rest = float(np.median(spent / predicted)), 0.0
-    return float(scale), float(rest)
-
-
-def small_plans(plans: list[Plan]) -> list[Plan]:
-    """One small batch of each block kind, precision and policy."""
-    found: dict[tuple[str, str, str], Plan] = {}
-    for policy in POLICIES:
-        for plan in plans:
-            layer, precision = plan.model.sequences[0].layers[0], layer_precision(plan)
-            if (layer.kind, precision, policy) in found or (precision == "fp32" and policy != "none"):
-                continue
-            mean = plan.workload.lengths[plan.model.sequences[0].name].mean()
-            batch = max(2, int(SMALL_TOKENS / mean))
-            regions_ = tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(o, checkpoint=policy) for o in r.options))
-                             if r.region.split(".")[-1].isdigit() else r for r in plan.regions)
-            workload = dataclasses.replace(plan.workload, global_batch=batch, local_batch=None)
-            found[layer.kind, precision, policy] = dataclasses.replace(plan, local_batch=batch, accumulation=1, workload=workload, regions=regions_,
-                                                                       fingerprints={})
-    return list(found.values())
-
-
-def alone(plan: Plan) -> Plan:
-    """The plan's model and batch on one rank, which holds every table."""
-    names = [name for table in plan.model.tables for name in table.names]
-    return dataclasses.replace(plan, layout=Layout(), accumulation=1, fingerprints={}, predict_only=(),
-                               tables=tuple(TablePlacement(table=name, sharding="table_wise", ranks=(0,)) for name in names))
-
-
-def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report: Report = lambda _: None) -> tuple[Environment, list[Sample]]:
-    """Everything above, with the host's constants under the calibration that the other samples make."""
-    from runtime.microbench.__main__ import environment
-
-    begin = time.perf_counter()
-    plans = [alone(plan) for plan in plans]
-    if device.type == "cuda":
-        report(f"kernels compiled by {warm.compile_ahead(plans)} processes: {time.perf_counter() - begin:.0f} s")
-    found, left = environment(device), budget - (time.perf_counter() - begin)
-    own = device_samples(plans, device, budget=DEVICE_SHARE * left, report=report)
-    datasheet = plans[0].cluster.device
-    first = fit(dataclasses.replace(found, device_name=datasheet.name), own, device=datasheet)
-    own += attempted(host_samples(first, small_plans(plans), device, until=begin + budget - ALLOCATOR_SECONDS), "host", report)
-    report(f"{len(own)} samples with those of the host, {time.perf_counter() - begin:.0f} s")
-    if device.type == "cuda":
-        ragged = [p for p in plans if np.ptp(p.workload.lengths[p.model.sequences[0].name].pmf()[0]) > 0]
-        own += attempted(allocator_samples(ragged[:ALLOCATOR_RUNS], device), "allocator", report)
-    report(f"{len(own)} samples, {time.perf_counter() - begin:.0f} s")
-    return found, own
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        count += len(found)
+        report(f"plan {number + 1}/{len(plans)}: {count} samples, {time.perf_counter() - begin:.1f} s")

@@ -1,17 +1,21 @@
 """Kernels compiled before anything is timed: processes that each run some of the plans' blocks once, and leave what Triton made of them in its cache.
 
-    python -m runtime.microbench.warm PART PARTS PLAN ...     the plans PART, PART + PARTS, ...
+    python -m runtime.microbench.warm PLAN ...
 
-One process after another would compile for most of a short calibration; many at once need as many cores.
+One process after another would compile for most of a short calibration. Plans whose layers need the same large kernels (kind, head dim, dtype) go to
+one process, so that nothing is compiled twice; the processes are forks of one that has imported everything and touched no GPU yet.
 """
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -21,44 +25,59 @@ from costmodel import ops
 from costmodel.blocks.measured import block_features
 from costmodel.plan import Plan
 from costmodel.regions import regions
+from runtime.data import open_source
+from runtime.microbench import gpu
 
-MOST_PROCESSES, TIMEOUT = 12, 100.0
-# Histories of the batches that are run: their events are a multiple of 16 once and once not, for which kernels are compiled separately.
-_LENGTHS = ((48, 80, 64, 64), (33, 50, 21, 7))
+TIMEOUT = 100.0
+# Even histories, as many as give each multiprocessor two (history, head) pairs, then uneven ones whose events are no multiple of 16: backward of
+# attention takes another path for each (`kernels._attention_triton.backward_path`), and integers divisible by 16 get kernels of their own.
+EVEN, PAIRS, UNEVEN = 272, 280, (300, 50, 21, 7)
 _ROWS = 1000
 
 
-def compile_ahead(plans: list[Plan]) -> int:
-    """Runs the processes for all plans; returns how many there were. What one of them could not do is compiled when it is timed."""
-    count = max(1, min(MOST_PROCESSES, len(plans), (os.cpu_count() or 2) // 2))
-    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
-        paths = [Path(folder) / f"{i}.json" for i in range(len(plans))]
+class Ahead:
+    """The processes at work on `plans`."""
+
+    def __init__(self, plans: list[Plan]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        paths = [Path(self._folder.name) / f"{i}.json" for i in range(len(plans))]
         for path, plan in zip(paths, plans):
             plan.save(path)
-        command = [sys.executable, "-m", "runtime.microbench.warm"]
-        children = []
-        for i in range(count):
-            with (Path(folder) / f"{i}.log").open("w") as log:
-                children.append(subprocess.Popen([*command, str(i), str(count), *map(str, paths)], stdout=log, stderr=subprocess.STDOUT))
-        until = time.perf_counter() + TIMEOUT
-        for i, child in enumerate(children):
-            try:
-                failed = child.wait(max(0.1, until - time.perf_counter()))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                failed = child.wait()
-            if failed:
-                sys.stderr.write((Path(folder) / f"{i}.log").read_text(errors="replace")[-2000:])
-    return count
+        self._log = Path(self._folder.name) / "log"
+        with self._log.open("w") as log:
+            self._child = subprocess.Popen([sys.executable, "-m", "runtime.microbench.warm", *map(str, paths)], stdout=log, stderr=subprocess.STDOUT,
+                                           start_new_session=True)
+
+    @property
+    def running(self) -> bool:
+        return self._child.poll() is None
+
+    def wait(self, seconds: float = TIMEOUT) -> str:
+        """Waits so long, ends what still runs, and says what failed; what could not be compiled ahead is compiled when it is timed."""
+        try:
+            self._child.wait(max(0.1, seconds))
+        except subprocess.TimeoutExpired:
+            os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+        said = self._log.read_text(errors="replace")[-1500:]
+        self._folder.cleanup()
+        return said
+
+
+def grouped(plans: list[Plan]) -> list[list[Plan]]:
+    """Plans by what their layers' large kernels depend on."""
+    found: dict[tuple, list[Plan]] = {}
+    for plan in plans:
+        layers = [layer for s in plan.model.sequences for layer in s.layers]
+        found.setdefault((gpu.layer_precision(plan), *sorted({(layer.kind, layer.head_dim) for layer in layers})), []).append(plan)
+    return list(found.values())
 
 
 def run_blocks(plan: Plan, device: torch.device) -> int:
-    """Forward and backward of every block of the plan, and its tables, on small batches; returns how many blocks ran."""
-    from runtime.data import open_source
-    from runtime.microbench import gpu
-
+    """Forward and backward of every block of the plan on small batches; returns how many blocks ran."""
     count, precision = 0, gpu.layer_precision(plan)
-    for lengths in _LENGTHS:
+    heads = max((layer.heads for s in plan.model.sequences for layer in s.layers), default=1)
+    for lengths in ([EVEN] * -(-PAIRS // heads), UNEVEN):
         longest = {s.name: plan.workload.lengths[s.name].maximum for s in plan.model.sequences}
         batch = gpu.Lengths(samples=len(lengths), lengths={name: np.minimum(lengths, most) for name, most in longest.items()})
         for region in regions(plan.model):
@@ -68,21 +87,71 @@ def run_blocks(plan: Plan, device: torch.device) -> int:
             run = gpu.block_run(plan, region, block, batch, device, precision, ops.BACKWARD)
             run.run(run.prepare())
             count += 1
-    small = dataclasses.replace(plan, model=dataclasses.replace(plan.model, tables=tuple(
-        dataclasses.replace(t, rows=min(t.rows, _ROWS)) for t in plan.model.tables)))
-    source = open_source(small.model, small.workload, seed=0)
-    for samples in (4, 7):
-        list(gpu.sparse_samples(small, source, samples, device, seconds=0.0))
     return count
 
 
-def main(arguments: list[str]) -> None:
-    part, parts, paths = int(arguments[0]), int(arguments[1]), arguments[2:]
+def run_tables(plan: Plan, device: torch.device) -> int:
+    """Lookups and updates of the plan's tables, made small; returns how many were timed."""
+    small = dataclasses.replace(plan, model=dataclasses.replace(plan.model, tables=tuple(
+        dataclasses.replace(t, rows=min(t.rows, _ROWS)) for t in plan.model.tables)))
+    source = open_source(small.model, small.workload, seed=0)
+    return sum(len(list(gpu.sparse_samples(small, source, samples, device, seconds=0.0))) for samples in (4, 7))
+
+
+def _work(what: str, paths: list[str]) -> None:
+    """Runs `blocks` or `tables` of the plans and says which it could not."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    for path in paths[part::parts]:
-        run_blocks(Plan.load(path), device)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    run, start = {"blocks": run_blocks, "tables": run_tables}[what], time.perf_counter()
+    for path in paths:
+        plan = Plan.load(path)
+        try:
+            run(plan, device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        except Exception:
+            print(f"{what} of {plan.model.name}: {traceback.format_exc(limit=-2)}", flush=True)
+    print(f"{what} of {len(paths)} plans: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def _fork(what: str, paths: list[str]) -> int:
+    """A process that does `_work`: this one's fork, or where CUDA does not start in a fork, a fresh one."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.init()
+    except Exception as error:
+        print(f"a fork has no CUDA: {error}", flush=True)
+        os.execv(sys.executable, [sys.executable, "-m", "runtime.microbench.warm", "--here", what, *paths])
+    try:
+        _work(what, paths)
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _import_kernels() -> None:
+    """Once for all forks."""
+    for name in ("_attention_triton", "_hopper_launch", "_block_triton", "_embedding_triton", "_jagged_triton"):
+        try:
+            importlib.import_module(f"kernels.{name}")
+        except ImportError as error:
+            print(f"kernels.{name}: {error}", flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[0] == "--here":
+        return _work(arguments[1], arguments[2:])
+    torch.set_num_threads(1)  # a fork has no other threads than the one that forked
+    _import_kernels()
+    plans = {path: Plan.load(path) for path in arguments}
+    dims = {tuple(sorted({(t.dim, t.pooling) for t in plan.model.tables})): path for path, plan in reversed(plans.items())}
+    paths = {id(plan): path for path, plan in plans.items()}
+    jobs = [("tables", list(dims.values()))] + [("blocks", [paths[id(plan)] for plan in group]) for group in grouped(list(plans.values()))]
+    for child in [_fork(*job) for job in jobs]:
+        os.waitpid(child, 0)
+    return None
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from benchmarks.fidelity_gpu_space import _one
 from benchmarks.fidelity_space import _subject
 from costmodel.blocks.measured import measured_block_ops
 from costmodel.cluster import Cluster, Device
-from costmodel.plan import Layout, Plan
+from costmodel.plan import Plan
 from runtime.data import open_source
-from runtime.microbench import cases, gpu, warm
+from runtime.microbench import cases, gpu
 from runtime.microbench.requests import requests
 
 CPU = torch.device("cpu")
@@ -72,26 +72,6 @@ def test_ops_stop_with_the_clock(plan):
     assert not list(gpu.op_samples([plan], CPU, points=0.1, seconds=0.0, until=time.perf_counter()))
 
 
-@pytest.mark.parametrize(("scale", "rest"), [(1.3, 2e-3), (0.9, 0.0)])
-def test_the_host_fit_finds_scale_and_rest(scale, rest):
-    pairs = [(p, scale * p + rest) for p in (5e-3, 1e-2, 3e-2)]
-    assert gpu.host_fit(pairs) == pytest.approx((scale, rest), abs=1e-9)
-
-
-def test_a_negative_rest_becomes_a_scale_alone():
-    scale, rest = gpu.host_fit([(1e-2, 0.5e-2), (2e-2, 2e-2)])
-    assert rest == 0.0 and scale == pytest.approx(0.75)
-
-
-def test_small_plans_cover_kind_precision_and_policy_once(plan):
-    wide = dataclasses.replace(plan, regions=tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(o, precision="fp32") for o in r.options))
-                                                   for r in plan.regions))
-    plans = gpu.small_plans([plan, wide, plan])
-    found = [(p.regions[0].options[0].precision, r.options[0].checkpoint) for p in plans for r in p.regions if r.region == "history.0"]
-    assert sorted(found) == [("bf16", "full"), ("bf16", "none"), ("bf16", "selective"), ("fp32", "none")]
-    assert all(p.local_batch * p.workload.lengths["history"].mean() <= gpu.SMALL_TOKENS for p in plans)
-
-
 def test_every_timed_optimizer_step_has_gradients(plan, monkeypatch):
     given = []
     build = gpu.build_dense_optimizer
@@ -107,16 +87,17 @@ def test_every_timed_optimizer_step_has_gradients(plan, monkeypatch):
     assert given and set(given) == {features["tensors"]}
 
 
-def test_kernels_are_compiled_by_running_every_block_and_table(plan):
-    assert warm.run_blocks(plan, CPU) == 2 * 6  # input, layer, summary, bottom, interaction and heads on batches of two sizes
-
-
-def test_a_plan_of_many_ranks_is_timed_on_one(plan):
-    many = dataclasses.replace(plan, layout=Layout(fsdp=8, sparse_group=8), tables=tuple(
-        dataclasses.replace(p, sharding="row_wise", ranks=()) for p in plan.tables))
-    found = gpu.alone(many)
-    assert found.layout.world_size == 1 and {(p.sharding, p.ranks) for p in found.tables} == {("table_wise", (0,))}
-    assert found.local_batch == plan.local_batch
+def test_later_plans_are_timed_by_their_layers_and_fp32_at_one_batch(plan, monkeypatch):
+    monkeypatch.setattr(gpu, "WHOLE_PLANS", 1)
+    large = dataclasses.replace(plan, local_batch=12)
+    said = []
+    found = list(gpu.device_samples([large, large], CPU, until=time.perf_counter() + 60, seconds=0.0, report=said.append))
+    assert len(said) == 2 and {s.op for s in found} >= {"block:hstu", "input", "adamw", "embedding_update"}
+    (whole, layers) = found[: len(found) - 10], found[-10:]  # two batches under none, selective and full
+    assert {s.op for s in layers} == {"block:hstu"} and sum(s.op == "block:hstu" for s in whole) == 10
+    wide = dataclasses.replace(large, regions=tuple(dataclasses.replace(r, options=tuple(
+        dataclasses.replace(o, precision="fp32") for o in r.options)) for r in plan.regions))
+    assert len(list(gpu.plan_samples(wide, CPU, np.random.default_rng(0), 0.0, layers_only=True))) == 2
 
 
 def test_every_kind_has_its_turn_and_nothing_is_lost(plan):

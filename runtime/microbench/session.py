@@ -1,0 +1,82 @@
+"""A calibration of one GPU: what is timed when, within a budget of seconds."""
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from costmodel.calibration import fit
+from costmodel.plan import Layout, Plan, TablePlacement
+from costmodel.samples import Environment, Sample
+from runtime.microbench import gpu, trained, warm
+from runtime.microbench.environment import environment
+
+# Of the budget: what may be waited for compilers, and what is left for short runs of the trainer; of those, the runs that show the allocator's slack.
+COMPILE_SHARE, TRAINED_SHARE, ALLOCATOR_RUNS = 0.3, 0.15, 2
+# Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
+OPS_PLANS, OP_POINTS, PLAIN_SECONDS = 8, 0.5, 0.012
+PLAIN_KINDS = frozenset({"linear", "bmm", "layer_norm", "activation", "elementwise", "cast", "bce", "cross_entropy"})
+KEPT_EVERY = 15.0
+
+
+def alone(plan: Plan) -> Plan:
+    """The plan's model and batch on one rank, which holds every table."""
+    names = [name for table in plan.model.tables for name in table.names]
+    return dataclasses.replace(plan, layout=Layout(), accumulation=1, fingerprints={}, predict_only=(),
+                               tables=tuple(TablePlacement(table=name, sharding="table_wise", ranks=(0,)) for name in names))
+
+
+def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report: gpu.Report = lambda _: None,
+              keep: Callable[[Environment, list[Sample]], None] = lambda *_: None) -> tuple[Environment, list[Sample]]:
+    """Samples of all that the plans' steps are made of, within about `budget` seconds; the host's constants are under the calibration that the other
+    samples make. `keep` is called with what there is every KEPT_EVERY seconds.
+
+    While kernels are compiled the ops that need none are timed; then blocks and tables, which nothing else stands for; then short runs of the trainer
+    for the host and the allocator; then more ops while there is time.
+    """
+    begin, on_gpu = time.perf_counter(), device.type == "cuda"
+    end = begin + budget
+    plans = [alone(plan) for plan in plans]
+    own = _Kept(environment(device), keep)
+    if on_gpu:
+        ahead = warm.Ahead(plans)
+        own.add(gpu.attempted(gpu.constant_samples(device), "constants", report))
+        wanted = gpu.op_requests(plans[:OPS_PLANS], points=OP_POINTS, kinds=PLAIN_KINDS)
+        while ahead.running and wanted and time.perf_counter() < begin + COMPILE_SHARE * budget:
+            own.add(gpu.attempted(gpu.timed_op(wanted[0], device, PLAIN_SECONDS, host=False), str(wanted.pop(0).op), report))
+        said = ahead.wait(begin + COMPILE_SHARE * budget - time.perf_counter())
+        report(f"kernels compiled ahead: {time.perf_counter() - begin:.0f} s, {len(own.samples)} samples meanwhile; {said}")
+    held = TRAINED_SHARE * budget
+    for found in gpu.device_samples(plans, device, until=end - held, report=report):
+        own.add([found])
+    if on_gpu:
+        own.add([gpu.constant("context_bytes", gpu.context_bytes())])
+    datasheet = plans[0].cluster.device
+    first = fit(dataclasses.replace(own.environment, device_name=datasheet.name), own.samples, device=datasheet)
+    own.add(gpu.attempted(trained.host_samples(first, trained.small_plans(plans), device, until=end - held / 2, report=report), "host", report))
+    report(f"{len(own.samples)} samples with those of the host, {time.perf_counter() - begin:.0f} s")
+    if on_gpu:
+        ragged = [p for p in plans if np.ptp(p.workload.lengths[p.model.sequences[0].name].pmf()[0]) > 0 and gpu.layer_precision(p) != "fp32"]
+        own.add(gpu.attempted(trained.allocator_samples(ragged[:ALLOCATOR_RUNS], device), "allocator", report))
+    for request in gpu.op_requests(plans[:OPS_PLANS], points=OP_POINTS, but=PLAIN_KINDS if on_gpu else frozenset()):
+        if time.perf_counter() > end:
+            break
+        own.add(gpu.attempted(gpu.timed_op(request, device, PLAIN_SECONDS), str(request.op), report))
+    report(f"{len(own.samples)} samples, {time.perf_counter() - begin:.0f} s")
+    return own.environment, own.samples
+
+
+class _Kept:
+    """Samples as they come, handed to `keep` every so often."""
+
+    def __init__(self, environment: Environment, keep: Callable[[Environment, list[Sample]], None]) -> None:
+        self.environment, self.samples, self._keep, self._kept = environment, [], keep, time.perf_counter()
+
+    def add(self, samples: list[Sample]) -> None:
+        self.samples += samples
+        if time.perf_counter() > self._kept + KEPT_EVERY:
+            self._keep(self.environment, self.samples)
+            self._kept = time.perf_counter()

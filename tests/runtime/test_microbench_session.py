@@ -1,0 +1,117 @@
+"""A GPU's calibration as a whole, on this machine's CPU: what comes when, what is kept, how the host is fitted, kernels compiled ahead."""
+import dataclasses
+import os
+import time
+
+import pytest
+import torch
+
+from benchmarks.fidelity_gpu_space import _one
+from benchmarks.fidelity_space import _subject
+from costmodel.calibration import fit
+from costmodel.cluster import Cluster, Device
+from costmodel.estimate import estimate
+from costmodel.plan import Layout, Plan
+from runtime.microbench import session, trained, warm
+
+CPU = torch.device("cpu")
+H200 = Device(name="H200-SXM", kind="gpu", peak_flops={"fp32": 67e12, "bf16": 989e12}, memory_bytes=141e9, memory_bandwidth=4.8e12)
+
+
+def drawn(kind: str = "hstu", **options) -> Plan:
+    model, workload = _subject("tiny", {
+        "kind": kind, "dim": 32, "heads": 2, "depth": 2, "mlp_factor": 2, "num_tables": 3, "rows": 100, "table_dim": 16, "maximum": 20,
+        "length_kind": "uniform", "global_batch": 8, "dense": 4,
+    })  # fmt: skip
+    return _one(model, workload, Cluster(name="one", device=H200, num_hosts=1, devices_per_host=1, tiers=()), **options)
+
+
+def test_a_calibration_keeps_what_it_has_and_predicts(monkeypatch):
+    monkeypatch.setattr(session, "KEPT_EVERY", 0.0)
+    monkeypatch.setattr(trained, "STEPS", 2)
+    monkeypatch.setattr(trained, "SMALL_SAMPLES", 2)
+    here = session.environment(CPU)
+    monkeypatch.setattr(session, "environment", lambda device: dataclasses.replace(here, device_kind="cuda"))
+    monkeypatch.setattr(session.gpu, "op_requests", lambda *_, **__: [])
+    said, kept = [], []
+    found, samples = session.calibrate([drawn(), drawn(precision="fp32")], CPU, budget=300.0, report=said.append,
+                                       keep=lambda _, some: kept.append(len(some)))  # fmt: skip
+    assert kept == sorted(kept) and len(kept) > 5 and kept[-1] <= len(samples)
+    constants = {s.op for s in samples if s.op.startswith("constant:")}
+    assert {"constant:host_scale", "constant:step_host"} <= constants and any("selective" in line for line in said)
+    assert estimate(drawn(), fit(found, samples, device=H200)).step_time.value > 0
+
+
+@pytest.mark.parametrize(("scale", "rest"), [(1.3, 2e-3), (0.9, 0.0)])
+def test_the_host_fit_finds_scale_and_rest(scale, rest):
+    pairs = [(p, scale * p + rest) for p in (5e-3, 1e-2, 3e-2)]
+    assert trained.host_fit(pairs) == pytest.approx((scale, rest), abs=1e-9)
+
+
+def test_a_negative_rest_becomes_a_scale_alone():
+    scale, rest = trained.host_fit([(1e-2, 0.5e-2), (2e-2, 2e-2)])
+    assert rest == 0.0 and scale == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("slower", "taken"), [(1.5, 1.5), (11.7, 1.0)])
+def test_a_host_scale_that_cannot_be_is_said_and_not_taken(monkeypatch, slower, taken):
+    """Steps that wait for the device once made it 11.7; what a policy adds has a scale of its own."""
+
+    def run(plan, device, steps):
+        added = 3.0 if trained.layer_policy(plan) == "full" else 1.0
+        spent = slower * added * (plan.accumulation + len(plan.model.sequences[0].layers))
+        return type("Ran", (), {"timer": type("Timer", (), {"host": [{"forward": spent}] * steps})})()
+
+    monkeypatch.setattr(trained, "_trained", run)
+    monkeypatch.setattr(trained, "launches", lambda lowered: {"forward": lowered})
+    monkeypatch.setattr(trained, "lower", lambda plan, calibration: type("Lowered", (), {"graph": float(
+        (2 if trained.layer_policy(plan) == "full" else 1) * (plan.accumulation + len(plan.model.sequences[0].layers)))})())  # fmt: skip
+    said = []
+    found = {(s.op, s.variant): s.seconds for s in trained.host_samples(None, trained.small_plans([drawn(), drawn("gdpa")]), CPU, report=said.append)}
+    assert found["constant:host_scale", ""] == pytest.approx(taken) and found["constant:step_host", ""] == pytest.approx(0.0, abs=1e-9)
+    assert any("is not taken" in line for line in said) == (taken == 1.0)
+    if taken == slower:
+        assert found["constant:host_scale", "full"] == pytest.approx(2.0)
+
+
+def test_small_plans_leave_the_device_nothing_to_do():
+    found = trained.small_plans([drawn(), drawn("gdpa"), drawn(precision="fp32"), drawn()])
+    assert [(p.model.sequences[0].layers[0].kind, trained.layer_policy(p), p.accumulation) for p in found] == [
+        ("hstu", "none", 1), ("gdpa", "none", 2), ("hstu", "selective", 1), ("gdpa", "selective", 1), ("hstu", "full", 1), ("gdpa", "full", 1)]
+    assert all(p.local_batch * p.workload.lengths["history"].maximum <= trained.SMALL_SAMPLES * trained.SMALL_LENGTH for p in found)
+    assert all(t.rows <= trained.SMALL_ROWS for p in found for t in p.model.tables)
+
+
+def test_plans_that_need_the_same_kernels_are_compiled_by_one_process():
+    plans = [drawn(), drawn("gdpa"), drawn(precision="fp32"), drawn()]
+    assert [len(group) for group in warm.grouped(plans)] == [2, 1, 1]
+
+
+def test_kernels_are_compiled_by_running_every_block_and_table():
+    assert warm.run_blocks(drawn(), CPU) == 2 * 6  # input, layer, summary, bottom, interaction and heads on batches of two kinds
+    assert warm.run_tables(drawn(), CPU) == 2 * 8  # lookups and updates of four table groups
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_compile_ahead_and_say_what_they_could_not(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    begin = time.perf_counter()
+    ahead = warm.Ahead([drawn(), drawn("gdpa", precision="fp32")])
+    assert ahead.running
+    said = ahead.wait(120)
+    assert "tables of 1 plans" in said and said.count("blocks of 1 plans") == 2 and "Traceback" not in said, said
+    assert time.perf_counter() - begin < 120 and not ahead.running
+
+
+def test_a_compiler_that_takes_too_long_is_ended():
+    ahead = warm.Ahead([drawn()])
+    ahead.wait(0.2)
+    assert not ahead.running
+
+
+def test_a_plan_of_many_ranks_is_timed_on_one():
+    many = dataclasses.replace(drawn(), layout=Layout(fsdp=8, sparse_group=8), tables=tuple(
+        dataclasses.replace(p, sharding="row_wise", ranks=()) for p in drawn().tables))
+    found = session.alone(many)
+    assert found.layout.world_size == 1 and {(p.sharding, p.ranks) for p in found.tables} == {("table_wise", (0,))}
+    assert found.local_batch == drawn().local_batch
