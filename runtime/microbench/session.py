@@ -60,7 +60,8 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
     report(f"{len(own.samples)} samples with those of the host, {time.perf_counter() - begin:.0f} s")
     if on_gpu:
         ragged = [p for p in plans if np.ptp(p.workload.lengths[p.model.sequences[0].name].pmf()[0]) > 0 and gpu.layer_precision(p) != "fp32"]
-        own.add(gpu.attempted(trained.allocator_samples(ragged[:ALLOCATOR_RUNS], device), "allocator", report))
+        tight = [trained.under(plan, "full") for plan in ragged[:ALLOCATOR_RUNS]]  # little is kept, so that slack weighs most
+        own.add(gpu.attempted(trained.allocator_samples(tight, device), "allocator", report))
     for request in gpu.op_requests(plans[:OPS_PLANS], points=OP_POINTS, but=PLAIN_KINDS if on_gpu else frozenset()):
         if time.perf_counter() > end:
             break

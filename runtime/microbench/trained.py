@@ -19,7 +19,7 @@ from costmodel.plan import Plan
 from costmodel.samples import Sample
 from costmodel.workload import Lengths
 from runtime.data import open_source
-from runtime.microbench.gpu import POLICIES, Report, constant, layer_precision
+from runtime.microbench.gpu import POLICIES, Report, constant, context_bytes, layer_precision
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Steps of a run; histories, events of a history and rows of a table of those that time the host; kinds that run under each policy; scales of
@@ -62,11 +62,13 @@ def host_samples(calibration: Calibration, plans: list[Plan], device: torch.devi
 
 
 def allocator_samples(plans: list[Plan], device: torch.device) -> Iterator[Sample]:
-    """`allocator_overhead`: the most that the caching allocator held over the most that was allocated, over short runs of whole batches."""
+    """`allocator_overhead`: the most that the caching allocator held over the most that was allocated, over short runs of whole batches; and
+    `context_bytes` beside each."""
     over = []
     for plan in plans:
         trainer = _trained(plan, device, WARMUP_STEPS + STEPS)
         over.append(torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1.0)
+        yield constant("context_bytes", context_bytes())
         del trainer
     yield constant("allocator_overhead", max(over))
 
