@@ -39,7 +39,7 @@ from costmodel.runresult import PHASES
 from costmodel.samples import Environment, Sample, read_samples, write_samples
 
 # Seconds of measured steps that a run aims at, and its bounds [steps].
-RUN_SECONDS, MIN_STEPS, MAX_STEPS = 1.2, 8, 150
+RUN_SECONDS, MIN_STEPS, MAX_STEPS = 1.0, 8, 100
 # Plans that give the intervals, and what is added to the seed for them.
 RESIDUALS, RESIDUAL_SEED = 10, 1_000_003
 ALLOCATOR, SAMPLES = "PYTORCH_CUDA_ALLOC_CONF", "samples.jsonl"
@@ -86,9 +86,8 @@ def predict(work: Path, cluster: Cluster, calibration: Calibration, *, seed: int
     return paths
 
 
-def run(paths: list[Path], device, *, seconds: float) -> None:
-    """Executes plans that have no result until `seconds` have passed."""
-    until = time.perf_counter() + seconds
+def run(paths: list[Path], device, *, until: float) -> None:
+    """Executes plans that have no result until the clock says `until`. One that does not end is recorded too, so that it is not tried again."""
     for number, path in enumerate(paths, start=1):
         target = path.parent / "run.json"
         if target.exists():
@@ -98,6 +97,7 @@ def run(paths: list[Path], device, *, seconds: float) -> None:
             return
         plan = Plan.load(path)
         expected = plan.prediction["step_time"]["value"]
+        target.write_text(json.dumps({"failed": "did not end"}) + "\n")
         try:
             found = execute(plan, device, expected=expected)
         except RuntimeError as error:  # out of memory, say: recorded, so that it can be counted and is not tried again
@@ -200,7 +200,7 @@ def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path
 
 def main(options: argparse.Namespace, work: Path) -> int:
     """The stages that `options.stage` names, in their order."""
-    own, stage = cluster(), options.stage
+    own, stage, begin = cluster(), options.stage, time.perf_counter()
     if options.restarts and stage in ("all", "calibrate", "run"):
         restart_tuned(own)
     calibration_path = options.calibration or work / "calibration.json"
@@ -214,7 +214,7 @@ def main(options: argparse.Namespace, work: Path) -> int:
         predict(work, own, load_calibration(calibration_path), seed=options.seed, count=options.count)
     paths = sorted(work.glob("*/plan.json"), key=_order)
     if stage in ("all", "run"):
-        run(paths, device, seconds=options.seconds)
+        run(paths, device, until=begin + options.seconds)
     if device is not None:
         from runtime import mesh
 

@@ -18,7 +18,7 @@ BLOCK_PREFIX = "block:"
 # Not ops: single figures of the device.  launch_seconds: host time to launch one eager op; context_bytes: memory held before the first tensor;
 # allocator_overhead: reserved / allocated - 1 at the peak; memory_bandwidth [bytes/s], peak_flops (variant = dtype) [FLOP/s]: the best seen.
 # host_copy_bandwidth [bytes/s]: pinned memory to the device; host_scale: main-thread time of a step's launches in the trainer over the same calls
-# alone (variant = a checkpoint policy: the same of what the policy adds, under that scale); step_host: main-thread seconds of a step beside its
+# alone (variant = kind@dtype[:policy]: the same of the blocks of that kind, under that scale); step_host: main-thread seconds of a step beside its
 # launches;
 # library_bytes: workspaces that libraries allocate and keep; workspace (variant = kind@dtype[:policy]): bytes that backward of a block has beside
 # what its forward saved, over the formula's (costmodel.memory.backward_bytes).

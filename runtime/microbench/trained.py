@@ -6,14 +6,13 @@ import gc
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from costmodel.calibration import Calibration
-from costmodel.gpu import launches
+from costmodel.gpu import block_key
 from costmodel.lower import lower
 from costmodel.plan import Plan
 from costmodel.samples import Sample
@@ -22,43 +21,45 @@ from runtime.data import open_source
 from runtime.microbench.gpu import POLICIES, Report, constant, context_bytes, layer_precision
 from runtime.trainer import WARMUP_STEPS, Trainer
 
-# Steps of a run; histories, events of a history and rows of a table of those that time the host; kinds that run under each policy; scales of
-# launches alone that are taken.
-STEPS, SMALL_SAMPLES, SMALL_LENGTH, SMALL_ROWS, SMALL_POLICIES, PLAUSIBLE = 12, 8, 264, 1000, 2, (0.5, 2.0)
+# Steps of a run; histories, events of a history and rows of a table of those that time the host; scales of launches alone that are taken, of all and
+# of one kind of layers.
+STEPS, SMALL_SAMPLES, SMALL_LENGTH, SMALL_ROWS, PLAUSIBLE, OWN_PLAUSIBLE, MOST_FIXED = 12, 8, 264, 1000, (0.5, 2.0), (0.25, 2.5), 0.01
 
 
 
 def host_samples(calibration: Calibration, plans: list[Plan], device: torch.device, *, until: float = math.inf,
                  report: Report = lambda _: None) -> Iterator[Sample]:
     """`host_scale` and `step_host` from short runs of batches so small that the device waits for the host: their main thread's time against what
-    `calibration` gives for the launches; then, of layers under a policy, `host_scale` of what that adds."""
-    found: dict[str, list[tuple[Plan, float, float]]] = defaultdict(list)
+    `calibration` gives for the launches; and `host_scale` of each kind of layers under each policy, from what then remains."""
+    runs: list[tuple[Plan, float, float, float]] = []
     for plan in plans:
-        if time.perf_counter() > until and found:
+        if time.perf_counter() > until and runs:
             break
         trainer = _trained(plan, device, WARMUP_STEPS + STEPS)
         spent = statistics.median(sum(step.values()) for step in trainer.timer.host[WARMUP_STEPS:])
-        predicted = sum(launches(lower(plan, calibration).graph).values())
-        policy = layer_policy(plan)
-        report(f"host: {plan.model.name} {policy} x {plan.accumulation}: {1e3 * predicted:.1f} ms of launches, {1e3 * spent:.1f} ms spent")
-        found[policy].append((plan, predicted, spent))
         del trainer
-    pairs = [(predicted, spent) for _, predicted, spent in found["none"] if predicted > 0]
-    if not pairs:
+        tasks = lower(plan, calibration).graph.tasks
+        layers = sum(t.host_seconds for t in tasks if t.name.rsplit(".")[-1].isdigit())
+        rest = sum(t.host_seconds for t in tasks) - layers
+        report(f"host: {plan.model.name} {layer_policy(plan)} x {plan.accumulation}: launches of layers {1e3 * layers:.1f} ms, others "
+               f"{1e3 * rest:.1f} ms; {1e3 * spent:.1f} ms spent")
+        if layers > 0:
+            runs.append((plan, layers, rest, spent))
+    plain = [(layers + rest, spent) for plan, layers, rest, spent in runs if layer_policy(plan) == "none"]
+    if not plain:
         return
-    scale, rest = host_fit(pairs)
+    scale, fixed = host_fit(plain)
     if not PLAUSIBLE[0] <= scale <= PLAUSIBLE[1]:
         report(f"host: a scale of {scale:.2f} is not taken")
-        scale = 1.0
-    yield from (constant("host_scale", scale), constant("step_host", rest))
-    for policy, runs in found.items():
-        added = []
-        for plan, predicted, spent in runs if policy != "none" else ():
-            plain = sum(launches(lower(under(plan, "none"), calibration).graph).values())
-            if predicted > plain:
-                added.append((spent - rest - scale * plain) / (scale * (predicted - plain)))
-        if added:
-            yield constant("host_scale", min(max(statistics.median(added), 1 / PLAUSIBLE[1]), PLAUSIBLE[1]), policy)
+        scale, fixed = 1.0, min(max(statistics.median(took - launched for launched, took in plain), 0.0), MOST_FIXED)
+    yield from (constant("host_scale", scale), constant("step_host", fixed))
+    for plan, layers, rest, spent in runs:
+        found = (spent - fixed - scale * rest) / (scale * layers)
+        key = block_key(plan.model.sequences[0].layers[0].kind, layer_precision(plan), layer_policy(plan))
+        if OWN_PLAUSIBLE[0] <= found <= OWN_PLAUSIBLE[1]:
+            yield constant("host_scale", found, key)
+        else:
+            report(f"host: a scale of {found:.2f} for {key} is not taken")
 
 
 def allocator_samples(plans: list[Plan], device: torch.device) -> Iterator[Sample]:
@@ -96,18 +97,13 @@ def host_fit(pairs: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def small_plans(plans: list[Plan]) -> list[Plan]:
-    """A few short histories of each block kind in bf16: without checkpoints, in turn on one and two micro-batches, then under each policy."""
+    """A few short histories of each block kind in bf16: without checkpoints on one and on two micro-batches, then under each policy."""
     kinds: dict[str, Plan] = {}
     for plan in plans:
         if layer_precision(plan) != "fp32":
             kinds.setdefault(plan.model.sequences[0].layers[0].kind, plan)
-    found = []
-    for policy in POLICIES:
-        for number, plan in enumerate(kinds.values() or plans[:1]):
-            micro = 1 + number % 2 if policy == "none" else 1
-            if policy == "none" or number < SMALL_POLICIES:
-                found.append(_small(under(plan, policy), micro))
-    return found
+    runs = [("none", 1), ("none", 2), *((policy, 1) for policy in POLICIES if policy != "none")]
+    return [_small(under(plan, policy), micro) for policy, micro in runs for plan in kinds.values() or plans[:1]]
 
 
 def _small(plan: Plan, micro: int) -> Plan:

@@ -1,6 +1,7 @@
 """Fidelity on a GPU: the space, the stages on a small plan (on this machine's CPU), and the figures of known runs."""
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,9 @@ def test_plans_are_predicted_run_and_reported(tmp_path, monkeypatch):
         paths.append(tmp_path / f"{'residual' if i == 2 else 'scored'}-1-0-{i}" / "plan.json")
         paths[-1].parent.mkdir()
         dataclasses.replace(plan, prediction=encode(estimate(plan, calibration))).save(paths[-1])
-    fidelity_gpu.run(paths, torch.device("cpu"), seconds=600)
+    fidelity_gpu.run(paths, torch.device("cpu"), until=math.inf)
     before = paths[0].parent.joinpath("run.json").read_text()
-    fidelity_gpu.run(paths, torch.device("cpu"), seconds=600)  # what has a result is not run again
+    fidelity_gpu.run(paths, torch.device("cpu"), until=math.inf)  # what has a result is not run again
     assert paths[0].parent.joinpath("run.json").read_text() == before
     residual, scored, failed = fidelity_gpu.load_runs(paths)
     assert len(residual) == 1 and len(scored) == 2 and not failed
@@ -77,7 +78,7 @@ def test_nothing_starts_after_the_time_is_over(tmp_path, capsys):
     path = tmp_path / "scored-1-0-0" / "plan.json"
     path.parent.mkdir()
     dataclasses.replace(small_plan(), prediction=encode(estimate(small_plan(), None))).save(path)
-    fidelity_gpu.run([path], torch.device("cpu"), seconds=-1.0)
+    fidelity_gpu.run([path], torch.device("cpu"), until=0.0)
     assert "out of time" in capsys.readouterr().out and not (path.parent / "run.json").exists()
 
 

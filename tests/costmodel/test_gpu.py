@@ -127,6 +127,23 @@ def test_constants_of_the_host_scale_launches_and_add_to_the_step():
     assert more == pytest.approx(1.5 * bare + 1e-3)
 
 
+def test_a_kind_under_a_policy_has_a_scale_of_its_own_for_both_directions():
+    plan = one_gpu(checkpoint="full")
+    region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)
+    bare = calibrated(plan, "full", slower=1.0, host=2.0)
+    scales = {"host_scale/self_attention@bf16": 1.2, "host_scale/self_attention@bf16:full": 0.7}
+    known = dataclasses.replace(bare, constants={**bare.constants, **scales})
+
+    def host(calibration: Calibration) -> tuple[float, float]:
+        pricer = Pricer(plan, calibration)
+        plain = sum(pricer.block(region.block, batch, "bf16", phase).host_seconds for phase in (FORWARD, BACKWARD))
+        return plain, plain + pricer.recompute(region.block, batch, "bf16", "full").host_seconds
+
+    assert host(known) == pytest.approx((1.2 * host(bare)[0], 0.7 * host(bare)[1]))
+    only = dataclasses.replace(bare, constants={**bare.constants, "host_scale/self_attention@bf16": 1.2})
+    assert host(only) == pytest.approx((1.2 * host(bare)[0], 1.2 * host(bare)[1]))
+
+
 def test_a_slow_loader_makes_the_step():
     plan = one_gpu()
     calibration = calibrated(plan, "full", slower=1.0, host=1.0)

@@ -53,31 +53,37 @@ def test_a_negative_rest_becomes_a_scale_alone():
     assert rest == 0.0 and scale == pytest.approx(0.75)
 
 
+class _Task:
+    def __init__(self, name: str, host_seconds: float) -> None:
+        self.name, self.host_seconds = name, host_seconds
+
+
 @pytest.mark.parametrize(("slower", "taken"), [(1.5, 1.5), (11.7, 1.0)])
 def test_a_host_scale_that_cannot_be_is_said_and_not_taken(monkeypatch, slower, taken):
-    """Steps that wait for the device once made it 11.7; what a policy adds has a scale of its own."""
+    """Steps that wait for the device once made it 11.7. A kind of layers under a policy has a scale of its own."""
+    layers = lambda plan: float(plan.accumulation * (3 if plan.model.sequences[0].layers[0].kind == "gdpa" else 2))
 
     def run(plan, device, steps):
-        added = 3.0 if trained.layer_policy(plan) == "full" else 1.0
-        spent = slower * added * (plan.accumulation + len(plan.model.sequences[0].layers))
+        spent = 5.0 + slower * ((2.0 if trained.layer_policy(plan) == "full" else 1.0) * layers(plan) + 1.0)
         return type("Ran", (), {"timer": type("Timer", (), {"host": [{"forward": spent}] * steps})})()
 
     monkeypatch.setattr(trained, "_trained", run)
-    monkeypatch.setattr(trained, "launches", lambda lowered: {"forward": lowered})
-    monkeypatch.setattr(trained, "lower", lambda plan, calibration: type("Lowered", (), {"graph": float(
-        (2 if trained.layer_policy(plan) == "full" else 1) * (plan.accumulation + len(plan.model.sequences[0].layers)))})())  # fmt: skip
+    monkeypatch.setattr(trained, "lower", lambda plan, calibration: type("Lowered", (), {"graph": type("Graph", (), {
+        "tasks": [_Task("recompute history.0", layers(plan)), _Task("adamw", 1.0)]})})())  # fmt: skip
     said = []
     found = {(s.op, s.variant): s.seconds for s in trained.host_samples(None, trained.small_plans([drawn(), drawn("gdpa")]), CPU, report=said.append)}
-    assert found["constant:host_scale", ""] == pytest.approx(taken) and found["constant:step_host", ""] == pytest.approx(0.0, abs=1e-9)
+    assert found["constant:host_scale", ""] == pytest.approx(taken)
+    assert found["constant:step_host", ""] == pytest.approx(5.0 if taken == slower else trained.MOST_FIXED)
     assert any("is not taken" in line for line in said) == (taken == 1.0)
     if taken == slower:
-        assert found["constant:host_scale", "full"] == pytest.approx(2.0)
+        assert found["constant:host_scale", "hstu@bf16:full"] == pytest.approx(2.0) == found["constant:host_scale", "gdpa@bf16:full"]
+        assert [found["constant:host_scale", key] for key in ("hstu@bf16", "gdpa@bf16:selective")] == pytest.approx([1.0, 1.0])
 
 
 def test_small_plans_leave_the_device_nothing_to_do():
     found = trained.small_plans([drawn(), drawn("gdpa"), drawn(precision="fp32"), drawn()])
-    assert [(p.model.sequences[0].layers[0].kind, trained.layer_policy(p), p.accumulation) for p in found] == [
-        ("hstu", "none", 1), ("gdpa", "none", 2), ("hstu", "selective", 1), ("gdpa", "selective", 1), ("hstu", "full", 1), ("gdpa", "full", 1)]
+    kinds = [(p.model.sequences[0].layers[0].kind, trained.layer_policy(p), p.accumulation) for p in found]
+    assert kinds == [(kind, *run) for run in (("none", 1), ("none", 2), ("selective", 1), ("full", 1)) for kind in ("hstu", "gdpa")]
     assert all(p.local_batch * p.workload.lengths["history"].maximum <= trained.SMALL_SAMPLES * trained.SMALL_LENGTH for p in found)
     assert all(t.rows <= trained.SMALL_ROWS for p in found for t in p.model.tables)
 
