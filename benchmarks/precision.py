@@ -10,19 +10,22 @@
     wide         steps of gem-wide in bf16 against fp8
     narrow       the same of a model that is too narrow for it to pay
     saved        saved activations of gem-full in 8 and 4 bits: memory and step
+    predict, run the planner's own choices, predicted and then run (benchmarks.precision_choice)
     warm         one of ten processes that compile what the three above run
 
-Rows are written as each stage ends.
+Each row is written as soon as it is known.
 """
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from benchmarks import precision_choice as choice
 from benchmarks import precision_gate as gate
 from benchmarks import precision_gpu as gpu
 from benchmarks.results import Row, write
@@ -65,10 +68,10 @@ def wire() -> list[Row]:
             for name in LOW_WIRES for flat in [WireFormat(name).pack(rows)]]
 
 
-def modules(widths: list[int]) -> list[Row]:
+def modules(widths: list[int]) -> Iterable[Row]:
     """Linear layers' forward and backward with all their quantisation; on a CPU small ones, emulated, without a target."""
     if torch.cuda.is_available():
-        return list(gpu.modules(widths))
+        return gpu.modules(widths)
     found, rows = [], 1024
     for width in (256, 512):
         seconds = {}
@@ -87,12 +90,13 @@ def modules(widths: list[int]) -> list[Row]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.precision")
     stages: dict[str, Callable[[], Iterable[Row]]] = {
-        "memory": memory, "wire": wire, "quality": lambda: gate.quality(options.events, options.seeds),
+        "memory": memory, "wire": wire, "quality": lambda: gate.quality(options.events, options.seeds, go=options.go),
         "movielens": lambda: gate.movielens(options.events, options.seeds), "modules": lambda: modules(options.widths),
         "products": lambda: gpu.products(options.widths), "conversions": lambda: gpu.conversions(options.widths),
         "wide": lambda: gpu.steps("gem-wide", *WIDE, local_batch=options.batch or WIDE_BATCH, measured=options.steps, target=1.10),
         "narrow": lambda: gpu.steps("narrow", *NARROW, local_batch=options.batch, measured=options.steps),
-        "saved": lambda: gpu.saved(FULL, local_batch=options.batch, measured=options.steps), "warm": lambda: gpu.warm(options.part)}
+        "saved": lambda: gpu.saved(FULL, local_batch=options.batch, measured=options.steps), "warm": lambda: gpu.warm(options.part),
+        "predict": lambda: choice.predict(options.work, options.calibration) or (), "run": lambda: choice.run(options.work, steps=options.steps)}
     parser.add_argument("--stage", nargs="+", choices=tuple(stages), default=["memory", "wire", "quality"])
     parser.add_argument("--events", type=int, default=200_000, help="events of each training")
     parser.add_argument("--seeds", type=int, default=5)
@@ -100,20 +104,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="samples of a step")
     parser.add_argument("--part", type=int, default=0, help=f"of {gpu.WARM_PARTS} of stage warm")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a plan")
+    parser.add_argument("--go", type=Path, help="a file that trainings of stage quality wait for once they are prepared")
+    parser.add_argument("--work", type=Path, default=Path("out/precision"), help="plans of stages predict and run")
+    parser.add_argument("--calibration", type=Path, help="file of a calibration, for stage predict")
     parser.add_argument("--resume", action="store_true", help="keep rows of an earlier file")
     parser.add_argument("--out", default="docs/results")
     options = parser.parse_args(arguments)
-    resume = options.resume
+    device, resume = "h200" if torch.cuda.is_available() else "cpu", options.resume
     for name in options.stage:
-        rows = list(stages[name]())
-        if not rows:
-            continue
-        device = "h200" if torch.cuda.is_available() else "cpu"
-        path = write(f"precision-{device}", rows, command="python -m benchmarks.precision " + " ".join(arguments or sys.argv[1:]), resume=resume,
-                     title="Formats below 16 bits", intro="Speed of these formats is measured on GPUs only; on the CPU they are emulated.",
-                     out=options.out)
-        resume = True
-        print(path, flush=True)
+        for row in stages[name]():
+            write(f"precision-{device}", [row], command="python -m benchmarks.precision " + " ".join(arguments or sys.argv[1:]), resume=resume,
+                  title="Formats below 16 bits", intro="Speed of these formats is measured on GPUs only; on the CPU they are emulated.",
+                  out=options.out)
+            resume = True
     return 0
 
 

@@ -19,6 +19,9 @@ COMPUTE_UTILISATION = {"linear": 0.70, "bmm": 0.40, "attention": 0.50}
 ATTENTION_BACKWARD_UTILISATION = 0.22
 MEMORY_UTILISATION = {"embedding_lookup": 0.45, "embedding_update": 0.38}
 DEFAULT_MEMORY_UTILISATION = 0.80
+# Of the peak, with a scale per 128 elements, whose sums leave the tensor cores on the way [Measured: H200, torch 2.11,
+# docs/results/precision-h200.md: layers of 2048 and 4096 in such blocks spend on products what bf16 does, with scales by rows half of it].
+BLOCK_SCALED_SHARE = 0.5
 # Shortest kernel [Assumed: launch, ramp-up and tail of a grid on Hopper].
 KERNEL_SECONDS = 3e-6
 # The same of a host's core [Assumed: the middle of the lower half of what large shapes reach].
@@ -37,6 +40,8 @@ HOST_INPUT_SECONDS = 1e-3
 
 def peak_flops(device: Device, dtype: str) -> float:
     """Dense peak for `dtype` [FLOP/s]. A format the device lacks runs at the next wider one that it has."""
+    if dtype == "fp8_block":
+        return peak_flops(device, "fp8") * (BLOCK_SCALED_SHARE if "fp8" in device.peak_flops else 1.0)
     family = "fp8" if dtype.startswith(("fp8", "mxfp8")) else dtype
     for name in {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}.get(family, ()):
         if name in device.peak_flops:

@@ -17,7 +17,7 @@ from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTim
 from costmodel.gpu import block_key, timed_ops
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, op
 from costmodel.plan import Plan
-from costmodel.precision import expanded
+from costmodel.precision import LOW_PRECISIONS, expanded
 from costmodel.quantity import Source, worst
 from costmodel.work import work
 
@@ -179,7 +179,10 @@ class Pricer:
         if self.calibration is None:
             return None
         name = block.kind if self.device.kind == "cpu" else block_key(block.kind, precision, policy)
-        return self.calibration.composition(name, phase, self.active_ranks)
+        found = self.calibration.composition(name, phase, self.active_ranks)
+        if found is None and precision in LOW_PRECISIONS:  # what a block does beside its linear layers is 16 bits' business
+            return self._composition(block, phase, "bf16", policy)
+        return found
 
     def unit(self, kind: str, block: Block) -> Cost:
         """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`."""

@@ -84,6 +84,8 @@ def restricted(plan: Plan, keep: Sequence[str]) -> Plan:
         checkpoint="none" if o.checkpoint in QUANTIZED and f"checkpoint {r.region}" not in keep else o.checkpoint) for o in r.options))
         for r in plan.regions)
     plan = dataclasses.replace(plan, regions=regions, prediction={}, search={}, emulated=())
+    if not any(part.startswith("precision ") for part in keep):  # options of layers that are not there any more
+        plan = dataclasses.replace(plan, recipe=())
     plan = plan if "gather" in keep else dataclasses.replace(plan, gather_dtype=None)
     return plan if "wire" in keep else dataclasses.replace(plan, wire=None, wire_gradients=None)
 

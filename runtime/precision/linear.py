@@ -12,7 +12,8 @@ Without the options below a layer is one operator forward and one backward over 
 only rows are needed, twice where columns are too; the bias' gradient comes out of the pass that quantises dy; the bias is added in the product.
 
 Recipe: `stochastic_rounding` rounds gradients stochastically (a seed a call), `hadamard` turns both factors by one randomised Hadamard transform
-along the contraction, `outliers` multiplies the columns of x with the largest magnitudes, 1 % of them, in the layer's own dtype beside the rest.
+along the contraction, `static_scales` keeps the tensor-wise scales of a layer's first step (no pass for maxima any more; what grows beyond
+saturates), `outliers` multiplies the columns of x with the largest magnitudes, 1 % of them, in the layer's own dtype beside the rest.
 """
 from __future__ import annotations
 
@@ -65,10 +66,9 @@ def runs_natively(precision: str, device: torch.device) -> bool:
     return capability >= ((10, 0) if precision == "mxfp8" else (8, 9))
 
 
-def quantize_factor(x: Tensor, scaling: str, *, seed: int | None = None, hadamard: bool = False) -> Quantized:
-    """`x (M, K)` with scales along K. A tensor-wise scale is that of the tensor itself."""
-    scale = None
-    if scaling == "tensor_delayed":
+def quantize_factor(x: Tensor, scaling: str, *, seed: int | None = None, hadamard: bool = False, scale: Tensor | None = None) -> Quantized:
+    """`x (M, K)` with scales along K. A tensor-wise scale is that of the tensor itself unless given."""
+    if scaling == "tensor_delayed" and scale is None:
         scale = tensor_scale(x)
     return quantize(x, scaling=scaling, scale=scale, hadamard=hadamard, hadamard_seed=HADAMARD_SEED, stochastic_rounding_seed=seed)  # type: ignore[arg-type]
 
@@ -171,37 +171,52 @@ class _FusedLinear(torch.autograd.Function):
 
 
 @torch.library.custom_op("planner_runtime::low_precision_product", mutates_args=())
-def _low_precision_product(a: Tensor, b: Tensor, precision: str, native: bool, square: bool, seed: int | None, hadamard: bool) -> Tensor:
+def _low_precision_product(a: Tensor, b: Tensor, precision: str, native: bool, square: bool, seed: int | None, hadamard: bool,
+                           scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
     """Quantises `a (M, K)` and `b (N, K)` and multiplies; one operator, so that a checkpoint policy sees one result.
     square: b takes the weights' scales."""
     first, second = SCALINGS[precision]
-    scaled_b = quantize_factor(b, second if square else first, hadamard=hadamard)
-    return product(quantize_factor(a, first, seed=seed, hadamard=hadamard), scaled_b, native=native, dtype=a.dtype)
+    scaled_b = quantize_factor(b, second if square else first, hadamard=hadamard, scale=scale_b)
+    return product(quantize_factor(a, first, seed=seed, hadamard=hadamard, scale=scale_a), scaled_b, native=native, dtype=a.dtype)
 
 
 @_low_precision_product.register_fake
-def _(a, b, precision, native, square, seed, hadamard):
+def _(a, b, precision, native, square, seed, hadamard, scale_a, scale_b):
     return a.new_empty((a.shape[0], b.shape[0]))
 
 
-def _multiply(a: Tensor, b: Tensor, recipe: Recipe, *, square: bool, gradient: bool = False) -> Tensor:
+def _multiply(a: Tensor, b: Tensor, recipe: Recipe, *, square: bool, gradient: bool = False, scales: tuple[Tensor | None, Tensor | None]) -> Tensor:
     seed = next(_calls) if gradient and "stochastic_rounding" in recipe else None
-    return torch.ops.planner_runtime.low_precision_product(a, b, recipe.precision, recipe.native, square, seed, "hadamard" in recipe)
+    return torch.ops.planner_runtime.low_precision_product(a, b, recipe.precision, recipe.native, square, seed, "hadamard" in recipe,
+                                                             *scales)
+
+
+Scales = dict[str, Tensor]
+"""Of a layer's x, w and dy, as its first step had them (`static_scales`)."""
+
+
+def _static(known: Scales, recipe: Recipe, name: str, x: Tensor) -> Tensor | None:
+    if "static_scales" not in recipe:
+        return None
+    if name not in known:
+        known[name] = tensor_scale(x)
+    return known[name]
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
     """`x (M, K)`, `weight (N, K)`, bias `(N,)` or None -> `(M, N)` in x's dtype."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, known: Scales) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.has_bias = recipe, bias is not None
+        ctx.recipe, ctx.has_bias, ctx.known = recipe, bias is not None, known
+        scales = _static(known, recipe, "x", x), _static(known, recipe, "w", weight)
         if "outliers" in recipe and x.numel():
             columns = _outliers(x)
             rest = x.index_fill(1, columns, 0.0)
-            out = _multiply(rest, weight, recipe, square=True) + x[:, columns] @ weight[:, columns].t()
+            out = _multiply(rest, weight, recipe, square=True, scales=scales) + x[:, columns] @ weight[:, columns].t()
         else:
-            out = _multiply(x, weight, recipe, square=True)
+            out = _multiply(x, weight, recipe, square=True, scales=scales)
         return out if bias is None else out + bias
 
     @staticmethod
@@ -210,20 +225,22 @@ class _LowPrecisionLinear(torch.autograd.Function):
         recipe, grad = ctx.recipe, grad.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = _multiply(grad, weight.t().contiguous(), recipe, square=True, gradient=True)
+            scales = _static(ctx.known, recipe, "dy", grad), _static(ctx.known, recipe, "w", weight)
+            dx = _multiply(grad, weight.t().contiguous(), recipe, square=True, gradient=True, scales=scales)
         if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(grad, x, recipe)
-        return dx, dw, grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
+            dw = _weight_gradient(grad, x, recipe, ctx.known)
+        return dx, dw, grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None, None, None
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
+def _weight_gradient(grad: Tensor, x: Tensor, recipe: Recipe, known: Scales) -> Tensor:
     """Samples are the contraction; where their number does not fit the format's blocks, rows of zeros complete it."""
     if "low_weight_gradients" not in recipe:
         return grad.t() @ x
     multiple = {"fp8_block": 128, "mxfp8": 32}.get(recipe.precision, 32 if "hadamard" in recipe else 16)
     missing = -x.shape[0] % multiple if len(x) else multiple
     dy_t, x_t = (torch.nn.functional.pad(t, (0, 0, 0, missing)).t().contiguous() for t in (grad, x))
-    return _multiply(dy_t, x_t, recipe, square=False, gradient=True)
+    scales = _static(known, recipe, "dy", grad), _static(known, recipe, "x", x)
+    return _multiply(dy_t, x_t, recipe, square=False, gradient=True, scales=scales)
 
 
 def _outliers(x: Tensor) -> Tensor:
@@ -235,10 +252,14 @@ class LowPrecisionLinear(nn.Linear):
     """An nn.Linear whose products run under `recipe`; parameters and state are those of nn.Linear."""
 
     recipe: Recipe
+    known_scales: Scales
 
     def forward(self, input: Tensor) -> Tensor:
         flat = input.reshape(-1, self.in_features)
-        out = (_FusedLinear if self.recipe.fused else _LowPrecisionLinear).apply(flat, self.weight, self.bias, self.recipe)
+        if self.recipe.fused:
+            out = _FusedLinear.apply(flat, self.weight, self.bias, self.recipe)
+        else:
+            out = _LowPrecisionLinear.apply(flat, self.weight, self.bias, self.recipe, self.known_scales)
         return out.view(*input.shape[:-1], self.out_features)
 
 
@@ -249,6 +270,8 @@ def use_low_precision(block: nn.Module, precision: str, *, device: torch.device,
     """
     if precision not in LOW_PRECISIONS:
         raise ValueError(f"region {region}: precision {precision!r} is not one of {', '.join(LOW_PRECISIONS)}")
+    if "static_scales" in options and precision != "fp8_tensor":
+        raise ValueError(f"region {region}: recipe static_scales keeps scales of whole tensors; precision {precision} has others")
     kept = getattr(block, "keeps_16_bits", ())
     layers = [m for name, m in block.named_modules() if type(m) is nn.Linear and name not in kept]
     if not layers:
@@ -261,4 +284,4 @@ def use_low_precision(block: nn.Module, precision: str, *, device: torch.device,
     recipe = Recipe(precision=precision, native=runs_natively(precision, device), options=options)
     for layer in layers:
         layer.__class__ = LowPrecisionLinear
-        layer.recipe = recipe  # type: ignore[assignment]
+        layer.recipe, layer.known_scales = recipe, {}  # type: ignore[assignment]

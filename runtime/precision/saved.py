@@ -97,14 +97,21 @@ class _FeedForward:
         out, values, scales = _Gelu8.apply(x)
         return self.note(out, functools.partial(gelu_restore, values, scales, x.dtype))
 
-    def norm(self, module: nn.LayerNorm, x: Tensor) -> Tensor:
-        arguments = x, module.normalized_shape, module.weight, module.bias, module.eps
+    def norm(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`forward`: a norm's own, which looks its parameters up when it is called; those of the first call hold for the second."""
+        module = forward.__self__  # type: ignore[attr-defined]
+        weight, bias = module.weight, module.bias
 
         @torch.no_grad()
         def again() -> Tensor:
-            return torch.nn.functional.layer_norm(*arguments)
+            kept = module._parameters["weight"], module._parameters["bias"]
+            module._parameters["weight"], module._parameters["bias"] = weight, bias
+            try:
+                return forward(x)
+            finally:
+                module._parameters["weight"], module._parameters["bias"] = kept
 
-        return self.note(torch.nn.functional.layer_norm(*arguments), again)
+        return self.note(forward(x), again)
 
 
 class _Hooks:
@@ -165,13 +172,13 @@ def quantize_saved(block: nn.Module, policy: str, dtype: torch.dtype) -> None:
 
 def _keep_feed_forward(block: TransformerBlock) -> None:
     inner: Callable[..., Any] = block.forward
-    norms = [module for module in block.modules() if isinstance(module, nn.LayerNorm)]
+    norms = [(module, module.forward) for module in block.modules() if isinstance(module, nn.LayerNorm)]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hooks = _FeedForward()
         block.gelu.forward = hooks.gelu
-        for norm in norms:
-            norm.forward = functools.partial(hooks.norm, norm)
+        for norm, own in norms:
+            norm.forward = functools.partial(hooks.norm, own)
         with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
             return inner(*args, **kwargs)
 

@@ -95,13 +95,26 @@ def test_one_operator_a_direction_gives_the_bits_of_its_parts(precision, options
     found = []
     for function in (_FusedLinear, _LowPrecisionLinear):
         leaf = x.clone().requires_grad_()
-        out = function.apply(leaf, low.weight, low.bias, low.recipe)
+        out = function.apply(leaf, low.weight, low.bias, low.recipe, *[{}] * (function is _LowPrecisionLinear))
         found.append((out, *torch.autograd.grad(out, [leaf, low.weight, low.bias], grad)))
-        frozen = function.apply(x, low.weight.detach(), low.bias, low.recipe)
+        frozen = function.apply(x, low.weight.detach(), low.bias, low.recipe, *[{}] * (function is _LowPrecisionLinear))
         found[-1] += torch.autograd.grad(frozen, [low.bias], grad)
     assert low.recipe.fused
     for whole, parts in zip(*found):
         assert torch.equal(whole, parts)
+
+
+def test_static_scales_are_those_of_the_first_step():
+    low, plain = layer("fp8_tensor", "static_scales", "low_weight_gradients")
+    x = torch.randn(32, 256)
+    first = low(x)
+    torch.testing.assert_close(first, layer("fp8_tensor")[0](x))
+    largest = x.abs().max()
+    grown = low(10 * x) - plain.bias
+    clipped = (10 * x).clamp(-largest, largest) @ plain.weight.T
+    assert (grown - clipped).norm() < 0.06 * clipped.norm() < 0.6 * (10 * x @ plain.weight.T).norm()
+    with pytest.raises(ValueError, match="region r: recipe static_scales keeps scales of whole tensors; precision fp8_row"):
+        use_low_precision(nn.Linear(32, 32), "fp8_row", device=CPU, options=("static_scales",), region="r")
 
 
 @pytest.mark.parametrize("precision", LOW_PRECISIONS)
