@@ -38,6 +38,7 @@ from runtime.trainer import WARMUP_STEPS, Trainer
 
 ROWS = 16_384
 GPU = torch.device("cuda", 0)
+STILL = 1e-12
 BATCHES = 3  # that a step's measurement goes through
 # Precision and recipe of a layer, as they are named in plans.
 RECIPES: dict[str, tuple[str, tuple]] = {
@@ -241,7 +242,9 @@ _sources: dict[tuple, Prepared] = {}
 
 
 def run_plan(plan: Plan, device: torch.device, *, steps: int) -> Step:
-    """Trains `steps` steps of `plan` after the warm-up; plans of one model and batch see the same batches."""
+    """Trains `steps` steps of `plan` after the warm-up; plans of one model and batch see the same batches. Learning rates are next to nothing: speed
+    does not depend on them, and parameters stay what they were drawn as, however high a model's rates are."""
+    plan = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, learning_rate=STILL, sparse_learning_rate=STILL), fingerprints={})
     key = (plan.model.name, plan.local_batch, plan.accumulation)
     _sources.setdefault(key, Prepared(open_source(plan.model, plan.workload, seed=plan.seed), BATCHES * plan.accumulation))
     gc.collect()
