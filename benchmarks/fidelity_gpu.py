@@ -69,14 +69,16 @@ def refit(work: Path, cluster: Cluster) -> Calibration:
 
 
 def predict(work: Path, cluster: Cluster, calibration: Calibration, *, seed: int, count: int) -> list[Path]:
-    """Draws the residual plans and `count` plans to score; writes each with its prediction unless it is there."""
+    """Draws the residual plans, one of a group, and `count` plans to score, whole groups; writes each with its prediction unless it is there."""
     paths = []
-    for own_seed, wanted in ((seed + RESIDUAL_SEED, RESIDUALS), (seed, count)):
+    for own_seed, wanted, kind in ((seed + RESIDUAL_SEED, RESIDUALS, "residual"), (seed, count, "scored")):
         found: list[Path] = []
         group = 0
         while len(found) < wanted:
             for i, plan in enumerate(space.draw_group(cluster, seed=own_seed, group=group)):
-                path = work / f"{'residual' if own_seed != seed else 'scored'}-{own_seed}-{group}-{i}" / "plan.json"
+                if kind == "residual" and i != group % space.PLANS_PER_GROUP:
+                    continue
+                path = work / f"{kind}-{own_seed}-{group}-{i}" / "plan.json"
                 if not path.exists():
                     path.parent.mkdir(parents=True, exist_ok=True)
                     dataclasses.replace(plan, prediction=encode(estimate(plan, calibration))).save(path)

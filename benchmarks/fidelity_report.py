@@ -21,7 +21,7 @@ from costmodel.runresult import PHASES
 
 GROUP_PLANS, COVERAGE = 5, 0.90
 # A phase below this share of its step is left out of coverage: it is measured to a few microseconds only.
-SMALL_PHASE = 0.01
+SMALL_PHASE = 0.005
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

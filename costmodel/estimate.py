@@ -16,6 +16,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -152,11 +153,21 @@ def _interval(value: float, parts: object, name: str, plan: Plan, calibration: C
 
 
 def _conformal(residuals: tuple[float, ...]) -> tuple[float, float]:
-    """Quantiles of log(measured / predicted) that hold a new one with probability COVERAGE, at the finite-sample level (n + 1) / n."""
-    n = len(residuals)
-    tail = (1.0 - COVERAGE) / 2
-    high = min(1.0, (1.0 - tail) * (n + 1) / n)
-    return float(np.quantile(residuals, 1.0 - high, method="lower")), float(np.quantile(residuals, high, method="higher"))
+    """Bounds of log(measured / predicted) that hold a new one with probability COVERAGE: quantiles at the finite-sample level (n + 1) / n; of fewer
+    runs than have such quantiles, those of a normal distribution whose mean and spread they estimate (Student's t)."""
+    n, tail = len(residuals), (1.0 - COVERAGE) / 2
+    high = (1.0 - tail) * (n + 1) / n
+    if high <= 1.0:
+        return float(np.quantile(residuals, 1.0 - high, method="lower")), float(np.quantile(residuals, high, method="higher"))
+    mean, half = float(np.mean(residuals)), _student(n - 1) * float(np.std(residuals, ddof=1)) * math.sqrt(1.0 + 1.0 / n)
+    return mean - half, mean + half
+
+
+def _student(freedom: int) -> float:
+    """The quantile of Student's t at the upper tail of COVERAGE, by its expansion around the normal one [Abramowitz, Stegun 26.7.5]."""
+    z = NormalDist().inv_cdf((1.0 + COVERAGE) / 2)
+    return (z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+            + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3))
 
 
 def _by_source(lowered: Lowered) -> dict[str, float]:

@@ -202,6 +202,8 @@ class Pricer:
             timed = expanded(timed_ops(block.forward(batch, precision), phase, policy, MATRIX_OPS), self.device,
                              low_weight_gradients=self.low_weight_gradients)
             ratio *= float(work(timed, features, self.device) @ np.array(found.shares)) / cost.seconds
+        if self.calibration is not None:
+            ratio *= self.calibration.constants.get(f"in_step/{phase}", 1.0)
         known = 0.0 if outside < 0.1 else 1.0
         parts = tuple((f"block:{block.kind}/{phase}" if curve.startswith("roofline:") else curve, "interpolated" if source == "roofline" else source,
                        seconds * ratio, known * error) for curve, source, seconds, error in cost.parts)

@@ -20,6 +20,7 @@ BLOCK_PREFIX = "block:"
 # host_copy_bandwidth [bytes/s]: pinned memory to the device; host_scale: main-thread time of a step's launches in the trainer over the same calls
 # alone (variant = kind@dtype[:policy]: the same of the blocks of that kind, under that scale); step_host: main-thread seconds of a step beside its
 # launches;
+# in_step (variant = phase): seconds of forward or backward within a step over those of its blocks timed alone;
 # library_bytes: workspaces that libraries allocate and keep; workspace (variant = kind@dtype[:policy]): bytes that backward of a block has beside
 # what its forward saved, over the formula's (costmodel.memory.backward_bytes).
 # link_bandwidth [bytes/s]: of the host tier that the collectives ran on; collective_share (variant = transport/kind): compute seconds lost beside
@@ -27,8 +28,8 @@ BLOCK_PREFIX = "block:"
 # that a rank waits for others to arrive at collectives over its seconds of compute, work being even.
 CONSTANT_PREFIX = "constant:"
 CONSTANTS = ("launch_seconds", "graph_launch_seconds", "context_bytes", "allocator_overhead", "memory_bandwidth", "peak_flops", "step_overhead",
-             "link_bandwidth", "collective_share", "host_copy_bandwidth", "host_scale", "step_host", "library_bytes", "processor_share", "peer_wait",
-             "workspace")
+             "link_bandwidth", "collective_share", "host_copy_bandwidth", "host_scale", "step_host", "in_step", "library_bytes",
+             "processor_share", "peer_wait", "workspace")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from costmodel.calibration import fit
@@ -14,8 +13,9 @@ from costmodel.samples import Environment, Sample
 from runtime.microbench import gpu, trained, warm
 from runtime.microbench.environment import environment
 
-# Of the budget: what may be waited for compilers, and what is left for short runs of the trainer; of those, the runs that show the allocator's slack.
-COMPILE_SHARE, TRAINED_SHARE, ALLOCATOR_RUNS = 0.3, 0.15, 2
+# Of the budget: what may be waited for compilers, and what is left for short runs of the trainer. Of those, which plans in bf16 run whole batches,
+# and how long before the end none begins [s].
+COMPILE_SHARE, TRAINED_SHARE, FIRST_WHOLE, WHOLE_RUNS, LAST = 0.3, 0.17, 8, 6, 3.0
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
 OPS_PLANS, OP_POINTS, PLAIN_SECONDS = 8, 0.5, 0.012
 PLAIN_KINDS = frozenset({"linear", "bmm", "layer_norm", "activation", "elementwise", "cast", "bce", "cross_entropy"})
@@ -59,9 +59,10 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
     own.add(gpu.attempted(trained.host_samples(first, trained.small_plans(plans), device, until=end - held / 2, report=report), "host", report))
     report(f"{len(own.samples)} samples with those of the host, {time.perf_counter() - begin:.0f} s")
     if on_gpu:
-        ragged = [p for p in plans if np.ptp(p.workload.lengths[p.model.sequences[0].name].pmf()[0]) > 0 and gpu.layer_precision(p) != "fp32"]
-        tight = [trained.under(plan, "full") for plan in ragged[:ALLOCATOR_RUNS]]  # little is kept, so that slack weighs most
-        own.add(gpu.attempted(trained.allocator_samples(tight, device), "allocator", report))
+        known = fit(dataclasses.replace(own.environment, device_name=datasheet.name), own.samples, device=datasheet)
+        tight = [trained.under(plan, "full") for plan in plans if gpu.layer_precision(plan) == "bf16"]  # little is kept, so that slack weighs most
+        tight = tight[FIRST_WHOLE:][:WHOLE_RUNS] or tight[:WHOLE_RUNS]
+        own.add(gpu.attempted(trained.whole_samples(known, tight, device, until=end - LAST, report=report), "whole", report))
     for request in gpu.op_requests(plans[:OPS_PLANS], points=OP_POINTS, but=PLAIN_KINDS if on_gpu else frozenset()):
         if time.perf_counter() > end:
             break

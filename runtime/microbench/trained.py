@@ -6,15 +6,19 @@ import gc
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from costmodel.calibration import Calibration
+from costmodel.estimate import estimate
 from costmodel.gpu import block_key
 from costmodel.lower import lower
+from costmodel.ops import BACKWARD, FORWARD
 from costmodel.plan import Plan
+from costmodel.pricer import STEP_OVERHEAD_SECONDS
 from costmodel.samples import Sample
 from costmodel.workload import Lengths
 from runtime.data import open_source
@@ -24,6 +28,8 @@ from runtime.trainer import WARMUP_STEPS, Trainer
 # Steps of a run; histories, events of a history and rows of a table of those that time the host; scales of launches alone that are taken, of all and
 # of one kind of layers.
 STEPS, SMALL_SAMPLES, SMALL_LENGTH, SMALL_ROWS, PLAUSIBLE, OWN_PLAUSIBLE, MOST_FIXED = 12, 8, 264, 1000, (0.5, 2.0), (0.25, 2.5), 0.01
+# Launches over a step of whole batches up to which the device makes it; runs that `in_step` needs, and its bounds.
+DEVICE_BOUND, FEWEST, IN_STEP = 0.7, 3, (0.9, 1.15)
 
 
 
@@ -62,16 +68,32 @@ def host_samples(calibration: Calibration, plans: list[Plan], device: torch.devi
             report(f"host: a scale of {found:.2f} for {key} is not taken")
 
 
-def allocator_samples(plans: list[Plan], device: torch.device) -> Iterator[Sample]:
-    """`allocator_overhead`: the most that the caching allocator held over the most that was allocated, over short runs of whole batches; and
-    `context_bytes` beside each."""
-    over = []
+def whole_samples(calibration: Calibration, plans: list[Plan], device: torch.device, *, until: float = math.inf,
+                  report: Report = lambda _: None) -> Iterator[Sample]:
+    """Short runs of whole batches. `allocator_overhead`: the most that the caching allocator held over the most that was allocated; `context_bytes`
+    and `step_overhead` of each run; `in_step`: forward and backward over what `calibration` makes of their blocks, in steps that the device makes."""
+    over, excess = [], defaultdict(list)
     for plan in plans:
+        if time.perf_counter() > until and over:
+            break
         trainer = _trained(plan, device, WARMUP_STEPS + STEPS)
         over.append(torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1.0)
-        yield constant("context_bytes", context_bytes())
+        steps = trainer.phases[WARMUP_STEPS:]
         del trainer
+        took = {phase: statistics.median(step[phase] for step in steps) for phase in (FORWARD, BACKWARD, "other")}
+        launched = sum(t.host_seconds for t in lower(plan, calibration).graph.tasks)
+        made = estimate(plan, calibration)
+        yield from (constant("context_bytes", context_bytes()), constant("step_overhead", min(took["other"], STEP_OVERHEAD_SECONDS)))
+        if launched > DEVICE_BOUND * sum(statistics.median(step[phase] for step in steps) for phase in steps[0]):
+            report(f"whole: {plan.model.name}: the host makes its steps")
+            continue
+        for phase in (FORWARD, BACKWARD):
+            excess[phase].append(took[phase] / made.phases[phase].value)
+        report(f"whole: {plan.model.name}: forward {excess[FORWARD][-1]:.3f}, backward {excess[BACKWARD][-1]:.3f} of the prediction")
     yield constant("allocator_overhead", max(over))
+    for phase, ratios in excess.items():
+        if len(ratios) >= FEWEST:
+            yield constant("in_step", min(max(statistics.median(ratios), IN_STEP[0]), IN_STEP[1]), phase)
 
 
 def _trained(plan: Plan, device: torch.device, steps: int) -> Trainer:

@@ -127,6 +127,17 @@ def test_constants_of_the_host_scale_launches_and_add_to_the_step():
     assert more == pytest.approx(1.5 * bare + 1e-3)
 
 
+def test_blocks_take_what_a_step_makes_of_them():
+    plan = one_gpu(checkpoint="full")
+    region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)
+    bare = calibrated(plan, "full", slower=1.1, host=1.0)
+    known = dataclasses.replace(bare, constants={**bare.constants, "in_step/backward": 1.05})
+    for one, factor in (("forward", 1.0), ("backward", 1.05), ("recompute", 1.05)):
+        found = [p.recompute(region.block, batch, "bf16", "full") if one == "recompute" else p.block(region.block, batch, "bf16", one)
+                 for p in (Pricer(plan, bare), Pricer(plan, known))]  # fmt: skip
+        assert found[1].seconds == pytest.approx(factor * found[0].seconds)
+
+
 def test_a_kind_under_a_policy_has_a_scale_of_its_own_for_both_directions():
     plan = one_gpu(checkpoint="full")
     region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)

@@ -80,6 +80,32 @@ def test_a_host_scale_that_cannot_be_is_said_and_not_taken(monkeypatch, slower, 
         assert [found["constant:host_scale", key] for key in ("hstu@bf16", "gdpa@bf16:selective")] == pytest.approx([1.0, 1.0])
 
 
+@pytest.mark.parametrize("slower", [1.08, 3.0])
+def test_steps_that_the_device_makes_show_what_they_make_of_blocks(monkeypatch, slower):
+    """Not those that wait for the host, and no more than can be."""
+    made = {"forward": 0.5, "backward": 1.0, "other": 1e-5}
+    plans = [dataclasses.replace(drawn(), seed=i) for i in range(4)]
+
+    def run(plan, device, steps):
+        return type("Ran", (), {"phases": [{**made, "backward": slower * made["backward"]}] * steps})()
+
+    monkeypatch.setattr(trained, "_trained", run)
+    monkeypatch.setattr(trained, "estimate", lambda plan, calibration: type("Made", (), {"phases": {
+        name: type("Quantity", (), {"value": value})() for name, value in made.items()}})())  # fmt: skip
+    monkeypatch.setattr(trained, "lower", lambda plan, calibration: type("Lowered", (), {"graph": type("Graph", (), {
+        "tasks": [_Task("adamw", 100.0 if plan.seed == 3 else 1e-3)]})})())  # fmt: skip
+    monkeypatch.setattr(trained, "context_bytes", lambda: 1e9)
+    for name, value in (("max_memory_reserved", 11.0), ("max_memory_allocated", 10.0)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    said = []
+    found = [(s.op.removeprefix("constant:"), s.variant, s.seconds) for s in trained.whole_samples(None, plans, CPU, report=said.append)]
+    assert found.count(("context_bytes", "", 1e9)) == found.count(("step_overhead", "", 1e-5)) == 4 and "the host makes its steps" in said[3]
+    rest = dict(((name, variant), value) for name, variant, value in found)
+    assert rest["allocator_overhead", ""] == pytest.approx(0.1) and rest["in_step", "forward"] == pytest.approx(1.0)
+    assert rest["in_step", "backward"] == pytest.approx(min(slower, trained.IN_STEP[1]))
+    assert not any(name == "in_step" for name, *_ in [(s.op.removeprefix("constant:"),) for s in trained.whole_samples(None, plans[:2], CPU)])
+
+
 def test_small_plans_leave_the_device_nothing_to_do():
     found = trained.small_plans([drawn(), drawn("gdpa"), drawn(precision="fp32"), drawn()])
     kinds = [(p.model.sequences[0].layers[0].kind, trained.layer_policy(p), p.accumulation) for p in found]
