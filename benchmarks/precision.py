@@ -1,7 +1,7 @@
 """Formats below 16 bits: `python -m benchmarks.precision [--stage ...] [--events N] [--seeds N] [--resume]`.
 
     memory       saved activations of a wide block, 8 and 4 bits against 16, tracked bytes
-    wire         bytes of rows and gradients by format, packed by the runtime
+    wire         bytes of rows by format, and of a block's FSDP all-gather in 8 bits, packed by the runtime
     quality      gate 2 of two recipes on the synthetic stream, one built to fail; on CUDA where there is a device (benchmarks.precision_gate)
     movielens    gate 2 of the mild one on MovieLens-100K
     modules      layers forward and backward with their quantisation against bf16; on a CPU small ones, emulated, without a target
@@ -33,6 +33,7 @@ from costmodel.model import LayerGroup
 from costmodel.wire import LOW_WIRES
 from runtime.memory import StorageTracker, storage_ids
 from runtime.model.registry import build_block
+from runtime.precision.gather import ShardFormat
 from runtime.precision.linear import use_low_precision
 from runtime.precision.saved import QUANTIZED_POLICIES, quantize_saved
 from runtime.precision.wire import WireFormat
@@ -60,12 +61,20 @@ def memory() -> list[Row]:
 
 
 def wire() -> list[Row]:
-    """Rows of width 128, scales included."""
+    """Rows of width 128, and a block of gem-wide as 8 ranks gather it, scales included."""
     rows = torch.randn(4096, 128)
     wide = WireFormat("bf16").pack(rows)
-    return [Row(name=f"rows of width 128 in {name}, bytes over bf16", value=flat.numel() * flat.element_size() / (2 * wide.numel()), unit="ratio",
-                better="lower", note="counted in the packed tensor, scales included")
-            for name in LOW_WIRES for flat in [WireFormat(name).pack(rows)]]
+    found = [Row(name=f"rows of width 128 in {name}, bytes over bf16", value=flat.numel() * flat.element_size() / (2 * wide.numel()), unit="ratio",
+                 better="lower", note="counted in the packed tensor, scales included")
+             for name in LOW_WIRES for flat in [WireFormat(name).pack(rows)]]
+    with torch.device("meta"):
+        shapes = [p.shape for p in build_block(2048, LayerGroup(kind="self_attention", heads=16, head_dim=128, mlp_dim=8192)).parameters()]
+    form = ShardFormat.of(shapes, 8)
+    shard = torch.randn(sum(rows * max(1, width) for rows, width in form.pieces), dtype=torch.bfloat16)
+    sent = form.pack(shard).numel()
+    note = f"counted: {sent:,} of {2 * shard.numel():,} bytes that a rank of 8 sends, scales and 16-bit vectors included"
+    return [*found, Row(name="FSDP all-gather of a block of gem-wide in 8 bits, bytes over bf16", value=sent / (2 * shard.numel()), unit="ratio",
+                        target=0.51, better="lower", note=note)]
 
 
 def modules(widths: list[int]) -> Iterable[Row]:
