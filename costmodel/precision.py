@@ -17,9 +17,10 @@ speed is not.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from costmodel.cluster import Device
 from costmodel.ops import BACKWARD, FORWARD, Op, linear, op
@@ -81,7 +82,7 @@ def parts(one: Op, phase: str, device: Device, *, low_weight_gradients: bool = F
     weights = () if precision == "mxfp8" and product == precision else quantize(k, n)  # a square of scales serves both directions
     dx = (*quantize(m, n), *weights, linear(m, n, k, product, times))
     if low_weight_gradients:
-        rows = math.ceil(m / MULTIPLES[precision]) * MULTIPLES[precision]  # of zeros where samples end
+        rows = np.ceil(m / MULTIPLES[precision]) * MULTIPLES[precision]  # of zeros where samples end
         return (*dx, *quantize(n, rows), *quantize(k, rows), linear(n, rows, k, product, times))
     return (*dx, linear(n, m, k, "bf16" if device.kind == "gpu" else "fp32", times))
 
