@@ -42,7 +42,7 @@ from costmodel.samples import Environment, Sample, read_samples, write_samples
 RUN_SECONDS, MIN_STEPS, MAX_STEPS = 1.0, 8, 100
 # Plans that give the intervals, and what is added to the seed for them.
 RESIDUALS, RESIDUAL_SEED = 10, 1_000_003
-ALLOCATOR, SAMPLES = "PYTORCH_CUDA_ALLOC_CONF", "samples.jsonl"
+ALLOCATOR, SAMPLES, MEASURED = "PYTORCH_CUDA_ALLOC_CONF", "samples.jsonl", "measured.json"
 SCENARIO, CLUSTER = "scenarios/gem-1xh200.yaml", Path(__file__).with_name("fidelity_gpu_cluster.json")
 
 
@@ -196,8 +196,9 @@ def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path
     intro = (f"{len(scored)} plans drawn from: {space.describe()}. Every plan was predicted before it ran; none was used to calibrate. "
              f"Intervals come from {len(residual)} runs that are neither fitted nor scored. Error = predicted / measured median step - 1. Failed: "
              f"{'; '.join(failed) or 'none'}.")  # fmt: skip
+    measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
     return results.write("fidelity-h200", rows(scored, known, load=work / "calibration-residuals.json"), command=command,
-                         title="Fidelity of predictions (H200)", intro=intro, out=out)  # fmt: skip
+                         title="Fidelity of predictions (H200)", intro=intro, out=out, measured=measured)  # fmt: skip
 
 
 def main(options: argparse.Namespace, work: Path) -> int:
@@ -216,6 +217,8 @@ def main(options: argparse.Namespace, work: Path) -> int:
         predict(work, own, load_calibration(calibration_path), seed=options.seed, count=options.count)
     paths = sorted(work.glob("*/plan.json"), key=_order)
     if stage in ("all", "run"):
+        if not (work / MEASURED).exists():
+            (work / MEASURED).write_text(json.dumps(results.stamped()) + "\n")
         run(paths, device, until=begin + options.seconds)
     if device is not None:
         from runtime import mesh

@@ -88,18 +88,25 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def stamped() -> dict[str, Any]:
+    """When, from which commit and where something is measured here and now."""
+    return {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "commit": commit(), "environment": environment()}
+
+
 def write(name: str, rows: list[Row], *, command: str, title: str, intro: str = "", resume: bool = False,
-          out: Path | str = "docs/results") -> Path:
-    """Writes `out/NAME.json` and `out/NAME.md`; with `resume`, rows of an earlier file that this call did not measure are kept."""
+          out: Path | str = "docs/results", measured: dict[str, Any] | None = None) -> Path:
+    """Writes `out/NAME.json` and `out/NAME.md`; with `resume`, rows of an earlier file that this call did not measure are kept. `measured`: the
+    `stamped()` of rows that were not measured here and now."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    stamp = {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "commit": commit()}
+    where = measured or stamped()
+    stamp = {name: where[name] for name in ("date", "commit")}
     path = out / f"{name}.json"
     merged: dict[str, dict[str, Any]] = {}
     if resume and path.exists():
         merged = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     merged.update({row.name: {**row.to_json(), **stamp} for row in rows})
-    document = {"schema_version": SCHEMA_VERSION, "command": command, **stamp, "environment": environment(), "rows": list(merged.values())}
+    document = {"schema_version": SCHEMA_VERSION, "command": command, **stamp, "environment": where["environment"], "rows": list(merged.values())}
     for target, text in ((path, json.dumps(document, indent=1) + "\n"), (out / f"{name}.md", _markdown(title, intro, document))):
         temporary = target.with_suffix(target.suffix + ".tmp")
         temporary.write_text(text)

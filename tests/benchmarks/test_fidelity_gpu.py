@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import fidelity_gpu, fidelity_report
+from benchmarks import fidelity_gpu, fidelity_report, results
 from benchmarks import fidelity_gpu_space as space
 from benchmarks.fidelity_report import Run, kendall, regret, wilson
 from benchmarks.fidelity_space import _subject
@@ -67,6 +67,11 @@ def test_plans_are_predicted_run_and_reported(tmp_path, monkeypatch):
     assert found["configurations scored"]["value"] == 2 and not found["configurations scored"]["passed"]
     assert found["step time, absolute error: worst"]["value"] == pytest.approx(100 * max(abs(s.error) for s in scored))
     assert "plan scored-1-0-1" in found
+    where = {"date": "2026-11-30T18:00:00+00:00", "commit": "abc", "environment": {**results.environment(), "device": "NVIDIA H200"}}
+    (tmp_path / fidelity_gpu.MEASURED).write_text(json.dumps(where))
+    fidelity_gpu.report(paths, tmp_path, calibration, out=tmp_path, command="test")  # elsewhere than where it was measured
+    document = json.loads((tmp_path / "fidelity-h200.json").read_text())
+    assert (document["environment"]["device"], document["commit"], document["rows"][0]["commit"]) == ("NVIDIA H200", "abc", "abc")
 
 
 def test_the_kept_cluster_is_the_scenario_s():
