@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -114,11 +115,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", type=int, default=0, help=f"of {gpu.WARM_PARTS} of stage warm")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a plan")
     parser.add_argument("--go", type=Path, help="a file that trainings of stage quality wait for once they are prepared")
+    parser.add_argument("--after", type=Path, help="a file to wait for before anything is measured")
     parser.add_argument("--work", type=Path, default=Path("out/precision"), help="plans of stages predict and run")
     parser.add_argument("--calibration", type=Path, help="file of a calibration, for stage predict")
     parser.add_argument("--resume", action="store_true", help="keep rows of an earlier file")
     parser.add_argument("--out", default="docs/results")
     options = parser.parse_args(arguments)
+    while options.after is not None and not options.after.exists():
+        time.sleep(0.1)
     device, resume = "h200" if torch.cuda.is_available() else "cpu", options.resume
     for name in options.stage:
         for row in stages[name]():

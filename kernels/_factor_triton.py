@@ -49,7 +49,7 @@ def _rows_kernel(
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for tile in range(pid, tl.cdiv(num_rows, ROWS), programs):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, tl.float32)
+        x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32)
         bits = _magnitude_bits(x)
         if SCALING == "rowwise":
             scale, inverse = _fp32_scale(tl.max(bits, axis=1))

@@ -40,7 +40,7 @@ def _gelu_rows_kernel(x_ptr, out_ptr, values_ptr, scales_ptr, num_rows, dim: tl.
                       EVEN: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
-    x = _load(x_ptr, rows, cols, num_rows, dim, EVEN, tl.float32)
+    x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32)
     scale, inverse = _fp32_scale(tl.max(_magnitude_bits(x), axis=1))
     tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
     _store(values_ptr, _to_e4m3(x * inverse[:, None], rows, cols, 0, False), rows, cols, num_rows, dim, EVEN)
@@ -53,11 +53,11 @@ def _gelu_restored_kernel(values_ptr, scales_ptr, grad_ptr, out_ptr, num_rows, d
     """GELU of the restored rows, or grad times its derivative there."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
-    x = _load(values_ptr, rows, cols, num_rows, dim, EVEN, tl.float32) * tl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+    x = _load(values_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32) * tl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
     out = x * _below(x)
     if GRADIENT:
         out = _below(x) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-        out *= _load(grad_ptr, rows, cols, num_rows, dim, EVEN, tl.float32)
+        out *= _load(grad_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32)
     _store(out_ptr, out.to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
 
 
