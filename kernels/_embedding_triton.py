@@ -5,14 +5,13 @@ host synchronisation:
 
     1. prepare   (key, bag) of every id; ids outside the offsets get a key past all tables
     2. sort      keys, stable (radix sort): equal ids become one run of sorted positions
-    3. compact   a list of where runs begin, and each sorted position's gradient row; two launches, as runs are counted first
-    4. runs      several runs at a time, one gradient row of each after the other, then the update of their table rows. A run of more than
-                 SHORT gradient rows is cut into shares of SHARE rows and listed instead.
-    5. shares    the sum of each listed share, several gradient rows at a time
-    6. long      listed runs one at a time: the sum of their shares, several at a time, then the update
+    3. compact   a list of runs (where each begins, its table row) and each sorted position's gradient row
+    4. plan      runs of more than SHORT gradient rows are listed and cut into shares
+    5. update    each share is summed by one program, and whoever comes last sums the run's shares and updates its table row; then short
+                 runs are summed and updated, several at a time
 
-Work is balanced whatever the skew: no program sums more than SHORT or SHARE gradient rows in turn, and a run of n costs n / SHARE shares
-in step 6. Every sum has a fixed order that depends on the run alone, so results repeat bit for bit; the order of the lists does not
+Work is balanced whatever the skew: a run of n gradient rows is cut into sqrt(n) shares where n is large, so no program sums more than
+that in turn. Every sum has a fixed order that depends on the run alone, so results repeat bit for bit; the order of the lists does not
 matter, since each entry is a different table row.
 Shapes: N ids, B bags, R table rows, D numbers a row.
 """
@@ -78,10 +77,10 @@ def _sequence_kernel(
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "steps", "num_rows", "no_key"])
 def _prepare_kernel(
-    ids_ptr, offsets_ptr, keys_ptr, bags_ptr, counts_ptr, num_ids, num_bags, steps, num_rows, no_key,
+    ids_ptr, offsets_ptr, keys_ptr, bags_ptr, counts_ptr, published_ptr, num_ids, num_bags, steps, num_rows, no_key,
     BLOCK: tl.constexpr, JAGGED: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Sort key and bag of each id, and empty lists."""
+    """Sort key and bag of each id; empty lists, and nothing published by the blocks of step 3."""
     begin = tl.program_id(0) * BLOCK
     position = begin + tl.arange(0, BLOCK)
     inside = position < num_ids
@@ -109,42 +108,79 @@ def _prepare_kernel(
     tl.store(keys_ptr + position, key.to(keys_ptr.dtype.element_ty), mask=inside)
     if tl.program_id(0) == 0:
         tl.store(counts_ptr + tl.arange(0, 4), tl.zeros([4], tl.int32))
-
-
-@triton.jit(do_not_specialize=["num_ids"])
-def _count_kernel(keys_ptr, begins_ptr, num_ids, BLOCK: tl.constexpr):
-    """Runs that begin in each block of sorted positions; the ids outside the offsets, at the end, count as one."""
-    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys_ptr + position, mask=position < num_ids, other=-1)
-    previous = tl.load(keys_ptr + position - 1, mask=(position < num_ids) & (position > 0), other=-1)
-    tl.store(begins_ptr + tl.program_id(0), tl.sum((key != previous).to(tl.int32), axis=0))
+    tl.store(published_ptr + tl.program_id(0), 0)
 
 
 @triton.jit(do_not_specialize=["num_ids", "no_key"])
 def _compact_kernel(
-    keys_ptr, order_ptr, bags_ptr, begins_ptr, starts_ptr, sources_ptr, counts_ptr, num_ids, no_key,
+    keys_ptr, order_ptr, bags_ptr, published_ptr, starts_ptr, rows_ptr, firsts_ptr, sources_ptr, counts_ptr, num_ids, no_key,
     BLOCK: tl.constexpr, JAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Where each run begins, one entry past the last run, how many there are, and the gradient row of each sorted position."""
+    """Where each run begins, one entry past the last run, its table row and first gradient row, how many runs there are, and the gradient
+    row of each sorted position. The ids outside the offsets, at the end, are one run that is not counted.
+
+    Every program publishes how many runs begin in its block (plus one: 0 is "not yet") and then waits for those before it, as in a
+    scan with look-back: programs start in order, and none waits before it has published.
+    """
     block = tl.program_id(0)
     position = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = position < num_ids
     key = tl.load(keys_ptr + position, mask=inside, other=-1)
     previous = tl.load(keys_ptr + position - 1, mask=inside & (position > 0), other=-1)
+    begins = inside & (key != previous)
+    run = tl.cumsum(begins.to(tl.int32), axis=0) - 1
+    tl.atomic_xchg(published_ptr + block, tl.sum(begins.to(tl.int32), axis=0) + 1, sem="relaxed")
     source = tl.load(order_ptr + position, mask=inside, other=0)
     if JAGGED:
         source = tl.load(bags_ptr + source, mask=inside, other=0)
-    tl.store(sources_ptr + position, source.to(tl.int32), mask=inside)
-    before = tl.zeros([1024], tl.int32)
+    source = source.to(tl.int32)
+    tl.store(sources_ptr + position, source, mask=inside)
     for base in range(0, block, 1024):
         other = base + tl.arange(0, 1024)
-        before += tl.load(begins_ptr + other, mask=other < block, other=0)
-    begins = inside & (key != previous)
-    run = tl.sum(before, axis=0) + tl.cumsum(begins.to(tl.int32), axis=0)  # of this position, from 1
-    tl.store(starts_ptr + run - 1, position.to(tl.int32), mask=begins)
+        seen = tl.zeros([1024], tl.int32)
+        waiting = 1
+        while waiting > 0:
+            seen = tl.load(published_ptr + other, mask=other < block, other=1, volatile=True)
+            waiting = tl.sum((seen == 0).to(tl.int32), axis=0)
+        run += tl.sum(seen - 1, axis=0)
+    tl.store(starts_ptr + run, position.to(tl.int32), mask=begins)
+    tl.store(rows_ptr + run, key, mask=begins)
+    tl.store(firsts_ptr + run, source, mask=begins)
     last = position == num_ids - 1  # of all positions: its run is the last one
-    tl.store(counts_ptr + tl.zeros_like(run), tl.where(key == no_key, run - 1, run), mask=last)
-    tl.store(starts_ptr + run, position.to(tl.int32) + 1, mask=last)
+    tl.store(counts_ptr + tl.zeros_like(run), tl.where(key == no_key, run, run + 1), mask=last)
+    tl.store(starts_ptr + run + 1, position.to(tl.int32) + 1, mask=last)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _plan_kernel(
+    starts_ptr, rows_ptr, counts_ptr, long_ptr, arrived_ptr, share_ptr, programs, RUNS: tl.constexpr, SHORT: tl.constexpr, SHARE: tl.constexpr
+):
+    """List the runs of more than SHORT gradient rows, and which of them each share belongs to.
+
+    A share has about as many gradient rows as its run has shares, but at least SHARE: however long, a run takes no program long.
+    """
+    count = tl.load(counts_ptr)
+    for base in range(tl.program_id(0) * RUNS, count, programs * RUNS):
+        run = base + tl.arange(0, RUNS)
+        begin = tl.load(starts_ptr + run, mask=run < count, other=0)
+        length = tl.load(starts_ptr + run + 1, mask=run < count, other=0) - begin
+        long = length > SHORT
+        found = tl.sum(long.to(tl.int32), axis=0)
+        if found > 0:
+            size = tl.maximum(tl.sqrt(length.to(tl.float32)).to(tl.int32) // 8 * 8, SHARE)
+            pieces = tl.where(long, (length + size - 1) // size, 0)
+            item = tl.atomic_add(counts_ptr + 2, found, sem="relaxed") + tl.cumsum(long.to(tl.int32), axis=0) - 1
+            place = tl.atomic_add(counts_ptr + 1, tl.sum(pieces, axis=0), sem="relaxed") + tl.cumsum(pieces, axis=0) - pieces
+            row = tl.load(rows_ptr + run, mask=long, other=0)
+            tl.store(arrived_ptr + item, tl.zeros_like(item), mask=long)
+            tl.store(long_ptr + 6 * item, begin, mask=long)
+            tl.store(long_ptr + 6 * item + 1, length, mask=long)
+            tl.store(long_ptr + 6 * item + 2, size, mask=long)
+            tl.store(long_ptr + 6 * item + 3, place, mask=long)
+            tl.store(long_ptr + 6 * item + 4, row.to(tl.int32), mask=long)
+            tl.store(long_ptr + 6 * item + 5, (row.to(tl.int64) >> 32).to(tl.int32), mask=long)
+            for piece in range(tl.max(pieces, axis=0)):
+                tl.store(share_ptr + place + piece, item, mask=piece < pieces)
 
 
 @triton.jit
@@ -210,103 +246,80 @@ def _squares(state1_ptr, rows, mask, OPTIMIZER: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["programs", "seed"])
-def _runs_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, sources_ptr, starts_ptr, offsets_ptr, long_ptr, share_start_ptr, counts_ptr,
+def _update_kernel(
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, sources_ptr, starts_ptr, rows_ptr, firsts_ptr, offsets_ptr,
+    counts_ptr, long_ptr, arrived_ptr, share_ptr, sums_ptr,
     dim: tl.constexpr, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    RUNS: tl.constexpr, UNROLL: tl.constexpr, SHORT: tl.constexpr, SHARE: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
+    RUNS: tl.constexpr, UNROLL: tl.constexpr, ITEMS: tl.constexpr, SHORT: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
     POLICY: tl.constexpr, OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Step 4: RUNS runs at a time; one of more than SHORT gradient rows is listed, with its shares, instead."""
-    cols = tl.arange(0, BLOCK_D)
-    lane = tl.arange(0, RUNS)
-    count = tl.load(counts_ptr)
-    for base in range(tl.program_id(0) * RUNS, count, programs * RUNS):
-        run = base + lane
-        here = run < count
-        begin = tl.load(starts_ptr + run, mask=here, other=0)
-        length = tl.load(starts_ptr + run + 1, mask=here, other=0) - begin
-        short = here & (length <= SHORT)
-        key = tl.load(keys_ptr + begin, mask=here, other=0).to(tl.int64)
-        old = _table_rows(weight_ptr, key, short, dim, cols, ACC)
-        squares = _squares(state1_ptr, key, short, OPTIMIZER, ACC)
-        total = tl.zeros([RUNS, BLOCK_D], ACC)
-        for first in range(0, tl.max(tl.where(short, length, 0), axis=0), UNROLL):
-            for step in tl.static_range(UNROLL):
-                used = short & (first + step < length)
-                source = tl.load(sources_ptr + begin + first + step, mask=used, other=0)
-                total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC, POLICY)
-        _apply(
-            weight_ptr, state1_ptr, state2_ptr, key, short, total, old, squares, dim, cols,
-            lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
-        )  # fmt: skip
-        if tl.max(tl.where(here, length, 0), axis=0) > SHORT:
-            for i in tl.static_range(RUNS):
-                size = tl.sum(tl.where(here & (lane == i), length, 0), axis=0)
-                if size > SHORT:
-                    start = tl.sum(tl.where(lane == i, begin, 0), axis=0)
-                    pieces = tl.cdiv(size, SHARE)
-                    place = tl.atomic_add(counts_ptr + 1, pieces, sem="relaxed")
-                    item = tl.atomic_add(counts_ptr + 2, 1, sem="relaxed")
-                    tl.store(long_ptr + 3 * item, start)
-                    tl.store(long_ptr + 3 * item + 1, place)
-                    tl.store(long_ptr + 3 * item + 2, pieces)
-                    for piece in range(0, pieces, 32):
-                        which = piece + tl.arange(0, 32)
-                        target = share_start_ptr + 2 * (place + which)
-                        tl.store(target, start + which * SHARE, mask=which < pieces)
-                        tl.store(target + 1, start + tl.minimum((which + 1) * SHARE, size), mask=which < pieces)
-
-
-@triton.jit(do_not_specialize=["programs"])
-def _shares_kernel(
-    grad_ptr, sources_ptr, offsets_ptr, shares_ptr, share_start_ptr, counts_ptr, dim: tl.constexpr, programs,
-    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, POLICY: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Step 5: sum of each share of a long run, ITEMS gradient rows at a time."""
+    """Shares of long runs first, one at a time: whoever finishes a run's last share adds them up and updates the row. Then short runs, RUNS at a
+    time, with what describes the next ones on its way."""
+    pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, ITEMS)
-    count = tl.load(counts_ptr + 1)
-    for share in range(tl.program_id(0), count, programs):
-        begin = tl.load(share_start_ptr + 2 * share)
-        end = tl.load(share_start_ptr + 2 * share + 1)
+    for share in range(pid, tl.load(counts_ptr + 1), programs):
+        item = tl.load(share_ptr + share)
+        begin = tl.load(long_ptr + 6 * item)
+        length = tl.load(long_ptr + 6 * item + 1)
+        size = tl.load(long_ptr + 6 * item + 2)
+        place = tl.load(long_ptr + 6 * item + 3)
+        end = begin + tl.minimum((share - place + 1) * size, length)
+        begin += (share - place) * size
+        pieces = (length + size - 1) // size
         total = tl.zeros([ITEMS, BLOCK_D], ACC)
         source = tl.load(sources_ptr + begin + lane, mask=begin + lane < end, other=0)
         for first in range(begin, end, ITEMS):
-            used = first + lane < end
             following = tl.load(sources_ptr + first + ITEMS + lane, mask=first + ITEMS + lane < end, other=0)
-            total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC, POLICY)
+            total += _gradient_rows(grad_ptr, offsets_ptr, source, first + lane < end, dim, cols, MEAN, ACC, POLICY)
             source = following
-        tl.store(shares_ptr + tl.cast(share, tl.int64) * dim + cols, tl.sum(total, axis=0), mask=cols < dim)
+        tl.store(sums_ptr + tl.cast(share, tl.int64) * dim + cols, tl.sum(total, axis=0), mask=cols < dim)
+        tl.debug_barrier()  # all of the program's stores before the count that says so
+        if tl.atomic_add(arrived_ptr + item, 1, sem="acq_rel") == pieces - 1:
+            low = tl.load(long_ptr + 6 * item + 4).to(tl.int64) & 0xFFFFFFFF
+            row = tl.zeros([1], tl.int64) + (low | (tl.load(long_ptr + 6 * item + 5).to(tl.int64) << 32))
+            one = tl.full([1], 1, tl.int1)
+            old = _table_rows(weight_ptr, row, one, dim, cols, ACC)
+            squares = _squares(state1_ptr, row, one, OPTIMIZER, ACC)
+            total = tl.zeros([ITEMS, BLOCK_D], ACC)
+            for first in range(0, pieces, ITEMS):
+                target = tl.cast(place + first + lane, tl.int64)[:, None] * dim + cols[None, :]
+                mask = (first + lane < pieces)[:, None] & (cols < dim)[None, :]
+                total += tl.load(sums_ptr + target, mask=mask, other=0.0, cache_modifier=".cg")
+            _apply(
+                weight_ptr, state1_ptr, state2_ptr, row, one, tl.sum(total, axis=0)[None, :], old, squares, dim, cols,
+                lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+            )  # fmt: skip
 
-
-@triton.jit(do_not_specialize=["programs", "seed"])
-def _long_runs_kernel(
-    weight_ptr, state1_ptr, state2_ptr, keys_ptr, shares_ptr, long_ptr, counts_ptr,
-    dim: tl.constexpr, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
-    OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Step 6: one long run at a time: its shares, ITEMS at a time, then the update."""
-    cols = tl.arange(0, BLOCK_D)
-    lane = tl.arange(0, ITEMS)
-    count = tl.load(counts_ptr + 2)
-    for item in range(tl.program_id(0), count, programs):
-        key = tl.load(keys_ptr + tl.load(long_ptr + 3 * item)).to(tl.int64)
-        place = tl.load(long_ptr + 3 * item + 1).to(tl.int64)
-        pieces = tl.load(long_ptr + 3 * item + 2)
-        one = tl.full([1], 1, tl.int1)
-        row = tl.full([1], 0, tl.int64) + key
-        old = _table_rows(weight_ptr, row, one, dim, cols, ACC)
-        squares = _squares(state1_ptr, row, one, OPTIMIZER, ACC)
-        total = tl.zeros([ITEMS, BLOCK_D], ACC)
-        for first in range(0, pieces, ITEMS):
-            which = first + lane
-            mask = (which < pieces)[:, None] & (cols < dim)[None, :]
-            total += tl.load(shares_ptr + (place + which)[:, None] * dim + cols[None, :], mask=mask, other=0.0)
+    count = tl.load(counts_ptr)
+    run = (programs - 1 - pid) * RUNS + tl.arange(0, RUNS)  # from the last program on: the first ones may have had a share more
+    begin = tl.load(starts_ptr + run, mask=run < count, other=0)
+    end = tl.load(starts_ptr + run + 1, mask=run < count, other=0)
+    row = tl.load(rows_ptr + run, mask=run < count, other=0)
+    source = tl.load(firsts_ptr + run, mask=run < count, other=0)
+    for base in range((programs - 1 - pid) * RUNS, count, programs * RUNS):
+        run = base + programs * RUNS + tl.arange(0, RUNS)
+        next_begin = tl.load(starts_ptr + run, mask=run < count, other=0)
+        next_end = tl.load(starts_ptr + run + 1, mask=run < count, other=0)
+        next_row = tl.load(rows_ptr + run, mask=run < count, other=0)
+        next_source = tl.load(firsts_ptr + run, mask=run < count, other=0)
+        length = end - begin
+        short = (length > 0) & (length <= SHORT)
+        length = tl.where(short, length, 0)
+        row = row.to(tl.int64)
+        old = _table_rows(weight_ptr, row, short, dim, cols, ACC)
+        squares = _squares(state1_ptr, row, short, OPTIMIZER, ACC)
+        total = _gradient_rows(grad_ptr, offsets_ptr, source, short, dim, cols, MEAN, ACC, POLICY)
+        for first in range(1, tl.max(length, axis=0), UNROLL):
+            for step in tl.static_range(UNROLL):
+                used = first + step < length
+                source = tl.load(sources_ptr + begin + first + step, mask=used, other=0)
+                total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC, POLICY)
         _apply(
-            weight_ptr, state1_ptr, state2_ptr, row, one, tl.sum(total, axis=0)[None, :], old, squares, dim, cols,
+            weight_ptr, state1_ptr, state2_ptr, row, short, total, old, squares, dim, cols,
             lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
         )  # fmt: skip
+        begin, end, row, source = next_begin, next_end, next_row, next_source
 
 
 # --- launches ------------------------------------------------------------------------------------------------------------------------
@@ -346,13 +359,13 @@ def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Te
 
 POOLED_ROWS = 8  # table rows in flight per program
 BLOCK = 512  # positions per program of step 1
-COMPACT_BLOCK = 1024  # and of step 3
-RUNS, UNROLL = 4, 2  # runs at a time, and gradient rows of each in flight
-SHORT, SHARE = 32, 64  # gradient rows of the longest run that step 4 sums by itself, and of a share of a longer one
-SHARE_ITEMS, LONG_ITEMS = 8, 32
-SHARE_WARPS, LONG_WARPS = 1, 4
+COMPACT_BLOCK = 1024  # and of step 3; four times as many for more than 2^23 ids, as every program reads the counts of all before it
+PLAN_RUNS, PLAN_PROGRAMS = 1024, 528  # runs per program of step 4 at a time
+RUNS, UNROLL = 2, 2  # short runs at a time, and gradient rows of each in flight
+SHORT, SHARE = 16, 64  # gradient rows of the longest short run, and at least of a share of a longer one
+SHARE_ITEMS = 8  # gradient rows of a share at a time
+PROGRAMS = 3168  # of step 5: 24 on each of the 132 multiprocessors
 GRADIENTS = "evict_last"  # where in L2 gradient rows, read again and again, should stay
-PROGRAMS = 2112  # sixteen programs on each of the 132 multiprocessors; what is not needed leaves at once
 
 
 def embedding_update_(
@@ -373,42 +386,33 @@ def embedding_update_(
     counts = torch.empty(4, dtype=torch.int32, device=ids.device)
     num_bags = offsets.numel() - 1 if offsets is not None else 0
     offsets = offsets.contiguous() if offsets is not None else None
+    published = torch.empty(triton.cdiv(num_ids, BLOCK), dtype=torch.int32, device=ids.device)
     _prepare_kernel[(triton.cdiv(num_ids, BLOCK),)](
-        ids, offsets, keys, bags, counts, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key,
+        ids, offsets, keys, bags, counts, published, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key,
         BLOCK=BLOCK, JAGGED=offsets is not None, CHECK=check, num_warps=4, debug=check, sanitize_overflow=False,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
-    jagged, blocks = offsets is not None, triton.cdiv(num_ids, COMPACT_BLOCK)
-    begins = torch.empty(blocks, dtype=torch.int32, device=ids.device)
-    starts = torch.empty(num_ids + 1, dtype=torch.int32, device=ids.device)
-    sources = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
-    _count_kernel[(blocks,)](keys, begins, num_ids, BLOCK=COMPACT_BLOCK, num_warps=4)
-    _compact_kernel[(blocks,)](keys, order, bags, begins, starts, sources, counts, num_ids, no_key, BLOCK=COMPACT_BLOCK, JAGGED=jagged, num_warps=4)
-    most_long = num_ids // (SHORT + 1)
+    kinds = (torch.int32, keys.dtype, torch.int32, torch.int32)
+    starts, rows, firsts, sources = (torch.empty(num_ids + 1, dtype=kind, device=ids.device) for kind in kinds)
+    block = COMPACT_BLOCK if num_ids <= 2**23 else 4 * COMPACT_BLOCK
+    _compact_kernel[(triton.cdiv(num_ids, block),)](
+        keys, order, bags, published, starts, rows, firsts, sources, counts, num_ids, no_key,
+        BLOCK=block, JAGGED=offsets is not None, num_warps=block // 256,
+    )  # fmt: skip
+    most_long = num_ids // (SHORT + 1) + 1
     most_shares = num_ids // SHARE + most_long
-    shares = torch.empty((most_shares, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
-    share_starts = torch.empty(2 * most_shares, dtype=torch.int32, device=ids.device)
-    long = torch.empty(3 * most_long, dtype=torch.int32, device=ids.device)
-    scalars = (lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed or 0)
-    options = dict(BLOCK_D=triton.next_power_of_2(dim), ACC=_accumulator(weight.dtype))
-    update = dict(OPTIMIZER=optimizer, DECAY=weight_decay != 0.0, ROUND=seed is not None)
-    warps = max(1, options["BLOCK_D"] // 128)  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
+    long, arrived, shares = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (6 * most_long, most_long, most_shares))
+    sums = torch.empty((most_shares, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
+    programs = min(PLAN_PROGRAMS, triton.cdiv(num_ids, PLAN_RUNS))
+    _plan_kernel[(programs,)](starts, rows, counts, long, arrived, shares, programs, RUNS=PLAN_RUNS, SHORT=SHORT, SHARE=SHARE, num_warps=4)
+    block_d = triton.next_power_of_2(dim)
     programs = min(PROGRAMS, triton.cdiv(num_ids, RUNS))
-    _runs_kernel[(programs,)](
-        weight, state1, state2, grad_out, keys, sources, starts, offsets, long, share_starts, counts, dim, *scalars, programs,
-        RUNS=RUNS, UNROLL=UNROLL, SHORT=SHORT, SHARE=SHARE, MEAN=mean, POLICY=GRADIENTS, **options, **update, num_warps=warps,
-    )  # fmt: skip
-    if most_long == 0:
-        return
-    programs = min(PROGRAMS, most_shares)
-    _shares_kernel[(programs,)](
-        grad_out, sources, offsets, shares, share_starts, counts, dim, programs,
-        ITEMS=SHARE_ITEMS, MEAN=mean, POLICY=GRADIENTS, **options, num_warps=max(SHARE_WARPS, warps),
-    )  # fmt: skip
-    programs = min(PROGRAMS, most_long)
-    _long_runs_kernel[(programs,)](
-        weight, state1, state2, keys, shares, long, counts, dim, *scalars, programs, ITEMS=LONG_ITEMS, **options, **update,
-        num_warps=max(LONG_WARPS, warps),
+    _update_kernel[(programs,)](
+        weight, state1, state2, grad_out, sources, starts, rows, firsts, offsets, counts, long, arrived, shares, sums,
+        dim, lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed or 0, programs,
+        RUNS=RUNS, UNROLL=UNROLL, ITEMS=SHARE_ITEMS, SHORT=SHORT, BLOCK_D=block_d, MEAN=mean, POLICY=GRADIENTS, OPTIMIZER=optimizer,
+        DECAY=weight_decay != 0.0, ROUND=seed is not None, ACC=_accumulator(weight.dtype),
+        num_warps=max(1, block_d // 128),  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
     )  # fmt: skip
 
 
