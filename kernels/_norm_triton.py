@@ -132,10 +132,12 @@ def _amax_bits(y, factor, AXIS: tl.constexpr):
 
 @triton.jit
 def _normalise(
-    x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps,
-    KIND: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
+    x, weight, bias, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps,
+    KIND: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
     """Store the statistics of whole rows `x (R, D)` and return `y (R, D)` and `factor (R,)`, the norm being y * factor.
+
+    Weight and bias: tiles if LOADED, else pointers.
 
     The factor (1 / sigma) stays outside because it can be multiplied into the scale: one multiplication less per element.
     """
@@ -149,9 +151,13 @@ def _normalise(
                 x = tl.where((cols < dim)[None, :], x, 0.0)
         factor = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
         tl.store(rstd_ptr + rows, factor, mask=rows < num_rows)
-        x *= _columns(weight_ptr, rows, cols, dim, EVEN, ACC)
+        if not LOADED:
+            weight = _columns(weight, rows, cols, dim, EVEN, ACC)
+        x *= weight
         if BIAS:
-            x = x * factor[:, None] + _columns(bias_ptr, rows, cols, dim, EVEN, ACC)
+            if not LOADED:
+                bias = _columns(bias, rows, cols, dim, EVEN, ACC)
+            x = x * factor[:, None] + bias
             factor = tl.full(rows.shape, 1.0, ACC)
     return x, factor
 
@@ -165,19 +171,21 @@ def _norm_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
     x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(ACC)
-    y, factor = _normalise(x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, ACC)
+    y, factor = _normalise(x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, ACC, False)
     _store(out_ptr, (y * factor[:, None]).to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
 
 
 @triton.jit
 def _quantize_tile(
-    x, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
+    x, weight, bias, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
     dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SCALING: tl.constexpr,
-    BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
     """Normalise, quantise and store whole rows `x (R, D)`; `inverse (R,)` of a scale known beforehand. Returns bits of each row's maximum
     (tensor_delayed, tensor_amax), else zeros; tensor_amax stores no values."""
-    y, factor = _normalise(x.to(tl.float32), weight_ptr, bias_ptr, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, tl.float32)
+    y, factor = _normalise(
+        x.to(tl.float32), weight, bias, mean_ptr, rstd_ptr, rows, cols, num_rows, dim, eps, KIND, BIAS, EVEN, tl.float32, LOADED
+    )
     if HADAMARD:
         y = _hadamard(y, cols, hadamard_seed, ROWS, BLOCK_D)
     bits = tl.zeros([ROWS], tl.int32)
@@ -204,7 +212,9 @@ def _quantize_tile(
             inverse = _e8m0_inverse(code)
         scaled = tl.reshape(blocks * (factor[:, None] * inverse)[:, :, None], [ROWS, BLOCK_D])
     if SCALING != "tensor_amax":
-        _store(values_ptr, _to_e4m3(scaled, rows, cols, seed, STOCHASTIC), rows, cols, num_rows, dim, EVEN)
+        eights = cols // 8 * 8 + cols % 8  # the same columns, but seen as contiguous by 8 only: a thread gets 8 numbers and not the 16 of
+        # a 16-byte store, so that the 16-byte loads of x lie side by side
+        _store(values_ptr, _to_e4m3(scaled, rows, cols, seed, STOCHASTIC), rows, eights, num_rows, dim, EVEN)
     return bits
 
 
@@ -229,19 +239,25 @@ def _norm_quantize_kernel(
     x = _load(x_ptr, rows, cols, num_rows, dim, EVEN)
     largest = tl.zeros([ROWS], tl.int32)
     if LOOP:
+        weight = weight_ptr
+        bias = bias_ptr
+        if KIND != "none":
+            weight = _columns(weight_ptr, rows, cols, dim, EVEN, tl.float32)
+        if BIAS:
+            bias = _columns(bias_ptr, rows, cols, dim, EVEN, tl.float32)
         for tile in range(pid, tl.cdiv(num_rows, ROWS), programs):
             rows = tl.cast(tile, tl.int64) * ROWS + lane
             following = _load(x_ptr, rows + tl.cast(programs, tl.int64) * ROWS, cols, num_rows, dim, False)
             bits = _quantize_tile(
-                x, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
-                dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN,
+                x, weight, bias, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
+                dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, True,
             )  # fmt: skip
             largest = tl.maximum(largest, bits)
             x = following
     else:
         largest = _quantize_tile(
             x, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
-            dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN,
+            dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, False,
         )  # fmt: skip
     if SCALING == "tensor_delayed" or SCALING == "tensor_amax":
         tl.atomic_max(amax_ptr, tl.max(largest, axis=0), sem="relaxed")  # a maximum of integers: the same in any order
