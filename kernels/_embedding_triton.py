@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kernels._checks import accumulate_dtype
 from kernels._jagged_triton import _find_rows, _steps
+from kernels._launch import launch
 from kernels._rounding_triton import stochastic_round_bf16
 
 _NO_KEY_32 = 2**31 - 1
@@ -249,8 +250,8 @@ def _squares(state1_ptr, rows, mask, OPTIMIZER: tl.constexpr, ACC: tl.constexpr)
 def _update_kernel(
     weight_ptr, state1_ptr, state2_ptr, grad_ptr, sources_ptr, starts_ptr, rows_ptr, firsts_ptr, offsets_ptr,
     counts_ptr, long_ptr, arrived_ptr, share_ptr, sums_ptr,
-    dim: tl.constexpr, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    RUNS: tl.constexpr, UNROLL: tl.constexpr, ITEMS: tl.constexpr, SHORT: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
+    lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
+    dim: tl.constexpr, RUNS: tl.constexpr, UNROLL: tl.constexpr, ITEMS: tl.constexpr, SHORT: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
     POLICY: tl.constexpr, OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Shares of long runs first, one at a time: whoever finishes a run's last share adds them up and updates the row. Then short runs, RUNS at a
@@ -336,9 +337,10 @@ def embedding_pooled(weight: Tensor, ids: Tensor, offsets: Tensor, mean: bool, *
     block_d = min(triton.next_power_of_2(max(dim, 1)), 512)
     blocks_d = triton.cdiv(dim, block_d)
     if num_bags and dim:
-        _pooled_kernel[(num_bags * blocks_d,)](
-            weight, ids, offsets, out, weight.shape[0], dim, blocks_d, ROWS=POOLED_ROWS, BLOCK_D=block_d, MEAN=mean,
-            ACC=_accumulator(weight.dtype), CHECK=check, num_warps=max(1, block_d // 128), debug=check, sanitize_overflow=False,
+        launch(
+            _pooled_kernel, num_bags * blocks_d, (weight, ids, offsets, out, weight.shape[0], dim, blocks_d),
+            (POOLED_ROWS, block_d, mean, _accumulator(weight.dtype), check), num_warps=max(1, block_d // 128),
+            key=(weight.dtype, ids.dtype, offsets.dtype, dim, weight.shape[0] >> 31), debug=check, sanitize_overflow=False,
         )  # fmt: skip
     return out
 
@@ -350,9 +352,10 @@ def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Te
     block_d = min(triton.next_power_of_2(max(dim, 1)), 512)
     blocks_d, rows = triton.cdiv(dim, block_d), max(1, 4096 // block_d)
     if num_ids and dim:
-        _sequence_kernel[(triton.cdiv(num_ids, rows) * blocks_d,)](
-            weight, ids, out, num_ids, weight.shape[0], dim, blocks_d, ROWS=rows, BLOCK_D=block_d,
-            CHECK=check, num_warps=4, debug=check, sanitize_overflow=False,
+        launch(
+            _sequence_kernel, triton.cdiv(num_ids, rows) * blocks_d, (weight, ids, out, num_ids, weight.shape[0], dim, blocks_d),
+            (rows, block_d, check), num_warps=4, key=(weight.dtype, ids.dtype, dim, num_ids >> 31, weight.shape[0] >> 31),
+            debug=check, sanitize_overflow=False,
         )  # fmt: skip
     return out
 
@@ -387,32 +390,36 @@ def embedding_update_(
     num_bags = offsets.numel() - 1 if offsets is not None else 0
     offsets = offsets.contiguous() if offsets is not None else None
     published = torch.empty(triton.cdiv(num_ids, BLOCK), dtype=torch.int32, device=ids.device)
-    _prepare_kernel[(triton.cdiv(num_ids, BLOCK),)](
-        ids, offsets, keys, bags, counts, published, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key,
-        BLOCK=BLOCK, JAGGED=offsets is not None, CHECK=check, num_warps=4, debug=check, sanitize_overflow=False,
+    kinds = (weight.dtype, grad_out.dtype, ids.dtype, offsets.dtype if offsets is not None else None, weight.shape[0] >> 31)
+    launch(
+        _prepare_kernel, triton.cdiv(num_ids, BLOCK),
+        (ids, offsets, keys, bags, counts, published, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key),
+        (BLOCK, offsets is not None, check), num_warps=4, key=kinds, debug=check, sanitize_overflow=False,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
-    kinds = (torch.int32, keys.dtype, torch.int32, torch.int32)
-    starts, rows, firsts, sources = (torch.empty(num_ids + 1, dtype=kind, device=ids.device) for kind in kinds)
+    starts, firsts, sources = (torch.empty(num_ids + 1, dtype=torch.int32, device=ids.device) for _ in range(3))
+    rows = torch.empty_like(keys)
     block = COMPACT_BLOCK if num_ids <= 2**23 else 4 * COMPACT_BLOCK
-    _compact_kernel[(triton.cdiv(num_ids, block),)](
-        keys, order, bags, published, starts, rows, firsts, sources, counts, num_ids, no_key,
-        BLOCK=block, JAGGED=offsets is not None, num_warps=block // 256,
+    launch(
+        _compact_kernel, triton.cdiv(num_ids, block), (keys, order, bags, published, starts, rows, firsts, sources, counts, num_ids, no_key),
+        (block, offsets is not None), num_warps=block // 256, key=kinds,
     )  # fmt: skip
     most_long = num_ids // (SHORT + 1) + 1
     most_shares = num_ids // SHARE + most_long
     long, arrived, shares = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (6 * most_long, most_long, most_shares))
     sums = torch.empty((most_shares, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
     programs = min(PLAN_PROGRAMS, triton.cdiv(num_ids, PLAN_RUNS))
-    _plan_kernel[(programs,)](starts, rows, counts, long, arrived, shares, programs, RUNS=PLAN_RUNS, SHORT=SHORT, SHARE=SHARE, num_warps=4)
+    launch(_plan_kernel, programs, (starts, rows, counts, long, arrived, shares, programs), (PLAN_RUNS, SHORT, SHARE), num_warps=4, key=kinds)
     block_d = triton.next_power_of_2(dim)
     programs = min(PROGRAMS, triton.cdiv(num_ids, RUNS))
-    _update_kernel[(programs,)](
-        weight, state1, state2, grad_out, sources, starts, rows, firsts, offsets, counts, long, arrived, shares, sums,
-        dim, lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed or 0, programs,
-        RUNS=RUNS, UNROLL=UNROLL, ITEMS=SHARE_ITEMS, SHORT=SHORT, BLOCK_D=block_d, MEAN=mean, POLICY=GRADIENTS, OPTIMIZER=optimizer,
-        DECAY=weight_decay != 0.0, ROUND=seed is not None, ACC=_accumulator(weight.dtype),
-        num_warps=max(1, block_d // 128),  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
+    seed_32 = 0 if seed is None else (seed + 2**31) % 2**32 - 2**31  # only the low 32 bits count
+    launch(
+        _update_kernel, programs,
+        (weight, state1, state2, grad_out, sources, starts, rows, firsts, offsets, counts, long, arrived, shares, sums,
+         lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed_32, programs),
+        (dim, RUNS, UNROLL, SHARE_ITEMS, SHORT, block_d, mean, GRADIENTS, optimizer, weight_decay != 0.0, seed is not None,
+         _accumulator(weight.dtype)),
+        num_warps=max(1, block_d // 128), key=kinds,  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
     )  # fmt: skip
 
 

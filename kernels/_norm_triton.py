@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._fp8 import E4M3_MAX, HADAMARD_BLOCK, MIN_AMAX
+from kernels._launch import launch
 from kernels._rounding_triton import random_bits
 from kernels.norm_quant import TENSOR_WISE, scales_shape
 
@@ -24,10 +25,15 @@ MAX_DIM = 65536
 # Few threads a row: the reductions' instructions and barriers, not the bytes, are what costs time. Row-wise fp8 on an H200, TB/s at 16, 32, 64:
 # D=512 2.5, 4.1, 4.1; D=1024 3.3, 3.8, 4.2; D=2048 3.2, 3.3, 3.6; D=4096 2.8, 3.0, 3.1; D=8192 2.3, 2.4, 2.8.
 ELEMENTS_PER_THREAD = 64
-# A maximum over the tensor takes few programs, each over many rows, and so few atomics on its one address: one a program.
-LOOPED = ("tensor_delayed", "tensor_amax")
-LOOPED_ELEMENTS_PER_THREAD = 32
-LOOPED_WARPS_PER_SM = 20
+# Quantising kernels, by kind of scaling and columns (the next power of two): whether a program loops over many rows, elements a thread, warps a
+# multiprocessor where it loops, and whether a thread's elements lie by 8 instead of 16. A maximum over the tensor always loops: one atomic a
+# program, all on one address, is what it can afford.
+SETTINGS = {
+    "row": {512: (False, 64, 0, False), 1024: (False, 64, 0, False), 2048: (False, 64, 0, False),
+            4096: (True, 32, 16, True), 8192: (True, 32, 16, True)},
+    "tensor": {512: (True, 32, 16, True), 1024: (True, 32, 16, True), 2048: (True, 32, 16, True),
+               4096: (True, 32, 16, True), 8192: (True, 32, 16, True)},
+}  # fmt: skip
 BACKWARD_ELEMENTS_PER_THREAD = 16
 BACKWARD_WARPS_PER_SM = 16
 
@@ -179,7 +185,8 @@ def _norm_kernel(
 def _quantize_tile(
     x, weight, bias, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
     dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SCALING: tl.constexpr,
-    BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr, LOADED: tl.constexpr,
+    BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr, EIGHTS: tl.constexpr,
+    LOADED: tl.constexpr,
 ):  # fmt: skip
     """Normalise, quantise and store whole rows `x (R, D)`; `inverse (R,)` of a scale known beforehand. Returns bits of each row's maximum
     (tensor_delayed, tensor_amax), else zeros; tensor_amax stores no values."""
@@ -212,9 +219,10 @@ def _quantize_tile(
             inverse = _e8m0_inverse(code)
         scaled = tl.reshape(blocks * (factor[:, None] * inverse)[:, :, None], [ROWS, BLOCK_D])
     if SCALING != "tensor_amax":
-        eights = cols // 8 * 8 + cols % 8  # the same columns, but seen as contiguous by 8 only: a thread gets 8 numbers and not the 16 of
-        # a 16-byte store, so that the 16-byte loads of x lie side by side
-        _store(values_ptr, _to_e4m3(scaled, rows, cols, seed, STOCHASTIC), rows, eights, num_rows, dim, EVEN)
+        target = cols
+        if EIGHTS:  # the same columns, but seen as contiguous by 8 only: a thread gets 8 numbers and not the 16 of a 16-byte store, so
+            target = cols // 8 * 8 + cols % 8  # that the 16-byte loads of x lie side by side
+        _store(values_ptr, _to_e4m3(scaled, rows, cols, seed, STOCHASTIC), rows, target, num_rows, dim, EVEN)
     return bits
 
 
@@ -223,7 +231,7 @@ def _norm_quantize_kernel(
     x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, scale_ptr, amax_ptr, mean_ptr, rstd_ptr,
     num_rows, programs, eps, hadamard_seed, seed, LOOP: tl.constexpr,
     dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SCALING: tl.constexpr,
-    BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr, EIGHTS: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS rows a program; with LOOP tiles pid, pid + programs, ..., the next one on its way while one is worked on."""
     pid = tl.program_id(0)
@@ -250,14 +258,14 @@ def _norm_quantize_kernel(
             following = _load(x_ptr, rows + tl.cast(programs, tl.int64) * ROWS, cols, num_rows, dim, False)
             bits = _quantize_tile(
                 x, weight, bias, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
-                dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, True,
+                dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, EIGHTS, True,
             )  # fmt: skip
             largest = tl.maximum(largest, bits)
             x = following
     else:
         largest = _quantize_tile(
             x, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
-            dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, False,
+            dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, EIGHTS, False,
         )  # fmt: skip
     if SCALING == "tensor_delayed" or SCALING == "tensor_amax":
         tl.atomic_max(amax_ptr, tl.max(largest, axis=0), sem="relaxed")  # a maximum of integers: the same in any order
@@ -376,6 +384,22 @@ def _shape(dim: int, per_thread: int) -> tuple[int, int, int]:
     return max(1, warps * 32 * per_thread // block_d), block_d, warps
 
 
+def _settings(scaling: str, dim: int) -> tuple[bool, int, int, bool]:
+    """The entry of SETTINGS for a scaling (or pass) and a number of columns."""
+    if scaling in ("rowwise", "tensor_dynamic"):
+        table = SETTINGS["row"]
+    elif scaling in ("tensor_delayed", "tensor_amax"):
+        table = SETTINGS["tensor"]
+    else:
+        return False, ELEMENTS_PER_THREAD, 0, False
+    return table[min(max(table), max(min(table), triton.next_power_of_2(dim)))]
+
+
+def _32(seed: int | None) -> int:
+    """The low 32 bits of a seed, all that counts of it, as a signed number: a kernel's argument never needs 64."""
+    return 0 if seed is None else (seed + 2**31) % 2**32 - 2**31
+
+
 def _even(x: Tensor, rows: int, block_d: int) -> bool:
     """Whether tiles of (rows, block_d) cover x without a remainder."""
     return x.shape[0] % rows == 0 and x.shape[1] % block_d == 0
@@ -395,10 +419,11 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, lay
     out = torch.empty_like(x)
     rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
     if num_rows:
-        _norm_kernel[(triton.cdiv(num_rows, rows),)](
-            x, weight.contiguous(), bias.contiguous() if bias is not None else None, out, mean, rstd, num_rows, eps,
-            dim=dim, ROWS=rows, BLOCK_D=block_d, KIND=kind, BIAS=bias is not None, EVEN=_even(x, rows, block_d),
-            ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=warps,
+        launch(
+            _norm_kernel, triton.cdiv(num_rows, rows),
+            (x, weight.contiguous(), bias.contiguous() if bias is not None else None, out, mean, rstd, num_rows, eps),
+            (dim, rows, block_d, kind, bias is not None, _even(x, rows, block_d), tl.float64 if x.dtype == torch.float64 else tl.float32),
+            num_warps=warps, key=(x.dtype, weight.dtype, None if bias is None else bias.dtype),
         )  # fmt: skip
     return out, mean, rstd
 
@@ -413,15 +438,17 @@ def norm_backward(
     programs = min(max(1, BACKWARD_WARPS_PER_SM // warps) * _num_sms(x.device), max(1, triton.cdiv(num_rows, rows)))
     partial = torch.empty((2 if layernorm else 1, programs, dim), dtype=rstd.dtype, device=x.device)
     accumulate = tl.float64 if x.dtype == torch.float64 else tl.float32
-    _norm_backward_kernel[(programs,)](
-        grad, x, weight.contiguous(), mean, rstd, dx, partial, num_rows, programs,
-        dim=dim, ROWS=rows, BLOCK_D=block_d, LAYERNORM=layernorm, EVEN=_even(x, rows, block_d), ACC=accumulate, num_warps=warps,
+    kinds = (grad.dtype, x.dtype, weight.dtype)
+    launch(
+        _norm_backward_kernel, programs, (grad, x, weight.contiguous(), mean, rstd, dx, partial, num_rows, programs),
+        (dim, rows, block_d, layernorm, _even(x, rows, block_d), accumulate), num_warps=warps, key=(*kinds, mean is None),
     )  # fmt: skip
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     d_bias = torch.empty_like(d_weight) if layernorm else weight.new_empty(0)
-    _sum_partials_kernel[(triton.cdiv(dim, 32),)](
-        partial, d_weight, d_bias, programs, dim, ROWS=128, COLS=32, LAYERNORM=layernorm, ACC=accumulate, num_warps=4
-    )
+    launch(
+        _sum_partials_kernel, triton.cdiv(dim, 32), (partial, d_weight, d_bias, programs, dim), (128, 32, layernorm, accumulate),
+        num_warps=4, key=(*kinds, dim),
+    )  # fmt: skip
     return dx, d_weight, d_bias
 
 
@@ -446,19 +473,23 @@ def norm_quantize(
     if num_rows and scaling == "mxfp8_32x32":
         block_d = min(128, triton.next_power_of_2(dim))
         _norm_quantize_square_kernel[(triton.cdiv(num_rows, 32),)](
-            x, weight, bias, values, scales, mean, rstd, num_rows, eps, hadamard_seed or 0, seed or 0,
+            x, weight, bias, values, scales, mean, rstd, num_rows, eps, _32(hadamard_seed), _32(seed),
             dim=dim, BLOCK_D=block_d, EVEN=_even(x, 32, block_d), num_warps=4, **options,
         )  # fmt: skip
     elif num_rows:
         block = {"block128": 128, "mxfp8_1x32": 32}.get(scaling, 1)
+        kinds = tuple(None if t is None else t.dtype for t in (x, weight, bias))
         for one in ("tensor_amax", scaling) if scaling == "tensor_dynamic" else (scaling,):
-            loop = one in LOOPED
-            rows, block_d, warps = _shape(dim, LOOPED_ELEMENTS_PER_THREAD if loop else ELEMENTS_PER_THREAD)
+            loop, per_thread, warps_per_sm, eights = _settings(one, dim)
+            rows, block_d, warps = _shape(dim, per_thread)
             tiles = triton.cdiv(num_rows, rows)
-            programs = min(tiles, max(1, LOOPED_WARPS_PER_SM // warps) * _num_sms(x.device)) if loop else tiles
-            _norm_quantize_kernel[(programs,)](
-                x, weight, bias, values, scales, scale, amax, mean, rstd, num_rows, programs, eps, hadamard_seed or 0, seed or 0, LOOP=loop,
-                dim=dim, EVEN=_even(x, rows, block_d), ROWS=rows, BLOCK_D=block_d, SCALING=one, BLOCK=block, num_warps=warps, **options,
+            programs = min(tiles, max(1, warps_per_sm // warps) * _num_sms(x.device)) if loop else tiles
+            launch(
+                _norm_quantize_kernel, programs,
+                (x, weight, bias, values, scales, scale, amax, mean, rstd, num_rows, programs, eps, _32(hadamard_seed), _32(seed)),
+                (loop, dim, rows, block_d, kind, bias is not None, one, block, rceil, hadamard_seed is not None, seed is not None,
+                 _even(x, rows, block_d), eights),
+                num_warps=warps, key=kinds,
             )  # fmt: skip
     if scaling == "tensor_dynamic" and not num_rows:
         scales.fill_(MIN_AMAX / E4M3_MAX)
