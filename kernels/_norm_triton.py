@@ -29,11 +29,9 @@ ELEMENTS_PER_THREAD = 64
 # multiprocessor where it loops, and whether a thread's elements lie by 8 instead of 16. A maximum over the tensor always loops: one atomic a
 # program, all on one address, is what it can afford.
 SETTINGS = {
-    "row": {512: (False, 64, 0, False), 1024: (False, 64, 0, False), 2048: (False, 64, 0, False),
-            4096: (True, 32, 16, True), 8192: (True, 32, 16, True)},
-    "tensor": {512: (True, 32, 16, True), 1024: (True, 32, 16, True), 2048: (True, 32, 16, True),
-               4096: (True, 32, 16, True), 8192: (True, 32, 16, True)},
-}  # fmt: skip
+    "row": dict.fromkeys((512, 1024, 2048, 4096, 8192), (False, 64, 0, False)),
+    "tensor": dict.fromkeys((512, 1024, 2048, 4096, 8192), (True, 64, 12, False)),
+}
 BACKWARD_ELEMENTS_PER_THREAD = 16
 BACKWARD_WARPS_PER_SM = 16
 
