@@ -50,7 +50,7 @@ POLICIES = ("none", "selective", "full")
 SMALLER = 3
 COPIES = 2
 # Plans that are timed whole; of the others the layers alone.
-WHOLE_PLANS = 18
+WHOLE_PLANS = 12
 # Timed with the blocks.
 _TIMED_ABOVE = frozenset({"embedding_lookup", "embedding_update", "adamw", "unique"})
 # Points a turn of the op kinds with the most features.
