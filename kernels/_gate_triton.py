@@ -85,7 +85,7 @@ def gated_concat(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, eps: float)
     total, width = a.shape
     u, a = (x if x.stride(1) == 1 else x.contiguous() for x in (u, a))
     out = torch.empty((total, 3 * width), dtype=a.dtype, device=a.device)
-    mean, rstd = torch.empty((2, total), dtype=torch.float32, device=a.device)
+    mean, rstd = (torch.empty(total, dtype=torch.float32, device=a.device) for _ in range(2))  # an operator's outputs must not share storage
     if total and width:
         _forward_kernel[(triton.cdiv(total, ROWS),)](
             u, a, weight, bias, out, mean, rstd, total, width, u.stride(0), a.stride(0), eps,
@@ -108,7 +108,7 @@ def gated_concat_backward(
         grad, u, a, weight, bias, mean, rstd, du, da, partial, total, width, grad.stride(0), u.stride(0), a.stride(0),
         R=ROWS, W=triton.next_power_of_2(width), num_warps=WARPS,
     )  # fmt: skip
-    d_weight, d_bias = partial.sum(0)
+    d_weight, d_bias = (partial[:, i].sum(0) for i in range(2))
     return du, da, d_weight.to(weight.dtype), d_bias.to(bias.dtype)
 
 
