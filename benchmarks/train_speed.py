@@ -79,6 +79,7 @@ def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False
     started = not torch.distributed.is_initialized()
     if started:
         mesh.start(device)
+    device = mesh.indexed(device)
     until, on_gpu = time.monotonic() + seconds, device.type == "cuda"
     plans = {name: plan_of(name) if on_gpu else tiny(name) for name in SCENARIOS}
     found: dict[str, dict[str, Measured]] = {name: {} for name in SCENARIOS}
