@@ -15,7 +15,7 @@ from runtime.microbench.environment import environment
 
 # Of the budget: what may be waited for compilers, and what is left for short runs of the trainer. Of those, which plans in bf16 run whole batches,
 # and how long before the end none begins [s].
-COMPILE_SHARE, TRAINED_SHARE, FIRST_WHOLE, WHOLE_RUNS, LAST = 0.3, 0.17, 8, 6, 3.0
+COMPILE_SHARE, TRAINED_SHARE, FIRST_WHOLE, WHOLE_RUNS, LAST = 0.36, 0.17, 8, 6, 3.0
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
 OPS_PLANS, OP_POINTS, PLAIN_SECONDS = 8, 0.5, 0.012
 PLAIN_KINDS = frozenset({"linear", "bmm", "layer_norm", "activation", "elementwise", "cast", "bce", "cross_entropy"})
