@@ -12,7 +12,8 @@ host synchronisation:
 
 Work is balanced whatever the skew: a run of n gradient rows is cut into sqrt(n) shares where n is large, so no program sums more than
 that in turn. Every sum has a fixed order that depends on the run alone, so results repeat bit for bit; the order of the lists does not
-matter, since each entry is a different table row.
+matter, since each entry is a different table row. Measured on an H200 (8 x 5 M x 128 fp32, 1.3 M ids): prepare 15 us, sort 106, the rest 320, most
+of which goes into 430,000 scattered rows read and written. Two runs at a time are the best of 1, 2 and 4.
 Shapes: N ids, B bags, R table rows, D numbers a row.
 """
 
@@ -367,7 +368,7 @@ PLAN_RUNS, PLAN_PROGRAMS = 1024, 528  # runs per program of step 4 at a time
 RUNS, UNROLL = 2, 2  # short runs at a time, and gradient rows of each in flight
 SHORT, SHARE = 16, 64  # gradient rows of the longest short run, and at least of a share of a longer one
 SHARE_ITEMS = 8  # gradient rows of a share at a time
-PROGRAMS = 3168  # of step 5: 24 on each of the 132 multiprocessors
+PROGRAMS = 3696  # of step 5: 28 on each of the 132 multiprocessors, as many as their registers hold
 GRADIENTS = "evict_last"  # where in L2 gradient rows, read again and again, should stay
 
 
