@@ -160,7 +160,7 @@ def backward_path(grad, q, k, v, out, offsets, bias, options, max_q: int, max_k:
     if not _hopper_launch.fits((q, k, v, grad, out), num_sequences, bias, options):
         wide = q.shape[2] == 256 and q.dtype != torch.float32 and bias[0] is None and bias[1] is None
         return "wide" if wide else "split"
-    if _hopper_launch.choices.BACKWARD.get(q.shape[2]) == "pair":
+    if (options.kind, q.shape[2], options.causal, options.window > 0) in _hopper_launch.choices.BACKWARD:
         return "hopper_pair"
     if (options.kind, _bucket(max_k)) in SPLIT_IS_FASTER:
         return "hopper_split"

@@ -22,8 +22,8 @@ FORWARD_TILES = {(64, True): (128, 3), (64, False): (128, 3), (128, True): (128,
 BACKWARD_QUERIES = {64: 128, 128: 64}  # head dim -> queries per step of the backward: what its two score tiles leave of the registers
 
 # head dim -> keys (dQ) or queries (dK, dV) a step and stages of them, tiles of the other side in flight; softmax's dQ holds O's tile too.
-# [Measured H200, D=128, products' TFLOPS] dQ, L <= 1024: 600 with two tiles, 605 with one. dK and dV: two blocks of keys 505 at L <= 1024,
-# 257 at L <= 256, one block and a stage more 543 and 248
+# [Measured H200, D=128, TFLOPS of the products, without O] dQ, L <= 1024: 600 with two tiles, 605 with one. dK and dV: two blocks of keys
+# 505 at L <= 1024, 257 at L <= 256, one block and a stage more 543 and 248. O read by the consumers instead of by TMA: dQ 547
 DQ_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 4, 1), (128, False): (64, 3, 2)}
 DKDV_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 3, 2), (128, False): (64, 4, 1)}  # (head dim, short)
 # two of a program's warp groups compute; beside them a warp that loads, and two that zero tails and fetch statistics

@@ -5,11 +5,12 @@ import torch
 
 import kernels
 from kernels.reference import attention_reference, block_attention_reference
-from tests.kernels._attention_cases import KINDS, Case, assert_matches, offsets, relative_error
+from tests.kernels._attention_cases import DIVISOR, KINDS, Case, assert_matches, offsets, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BF16 = 8e-3  # bfloat16 operands; float32 accumulation adds nothing visible
+RAGGED = torch.randint(0, 600, (60,), generator=torch.Generator().manual_seed(3)).tolist()  # many items for every program of a persistent kernel
 Q_LENGTHS, K_LENGTHS = [3, 0, 200, 128, 1, 129, 0, 64, 511], [3, 4, 0, 130, 300, 12, 0, 64, 257]
 
 
@@ -112,6 +113,71 @@ def test_more_than_65535_sequence_heads():
     assert_matches_sample(case)
 
 
+@pytest.mark.parametrize(("kind", "causal", "window", "head_dim"), MASKED)
+def test_backward_apart_that_is_not_yet_default(kind, causal, window, head_dim):
+    """dQ and dK/dV apart, whatever `_hopper_choices` says, with the tiles of long and of short sequences, twice bit by bit."""
+    for lengths in ((Q_LENGTHS, K_LENGTHS), (RAGGED, RAGGED)):
+        case = _case(*lengths, head_dim=head_dim, kv_heads=2)
+        truth = case.reference(kind, causal=causal, window=window)
+        expected = case.gradients(truth)
+        options = _options(kind, causal, window, head_dim)
+        arguments = [x.detach() for x in (case.q, case.k, case.v)]
+        offsets_of, none = (case.q_offsets, case.k_offsets), (None,) * 4
+        out, lse = _attention_triton().forward(*arguments, offsets_of, none, options, max_q=case.max_q, max_k=case.max_k)
+        out = out if kind == "softmax" else case.grad
+        runs = [
+            _attention_triton().backward(
+                case.grad, *arguments, out, lse, offsets_of, none, options, max_q=longest, max_k=case.max_k, path="hopper_pair"
+            )[:3]
+            for longest in (100, 600, 600)
+        ]  # fmt: skip
+        for run in runs:
+            assert max(relative_error(a[2:-2], b[2:-2]) for a, b in zip(run, expected, strict=True)) < BF16
+        assert all(torch.equal(a, b) for a, b in zip(*runs[1:], strict=True))
+
+
+@pytest.mark.parametrize("tiles", [(64, 5, 2, 1), (64, 5, 2, 4), (64, 4, 3, 3), (128, 2, 2, 4)])
+@pytest.mark.parametrize("kind", ["softmax", "gelu_fast"])
+def test_forward_by_items_that_is_not_yet_default(kind, tiles):
+    from kernels import _hopper_launch
+
+    for lengths in ((Q_LENGTHS, K_LENGTHS), (RAGGED, RAGGED), (RAGGED, [x // 3 for x in RAGGED])):
+        case = _case(*lengths, head_dim=128)
+        out = torch.empty_like(case.q)
+        lse = torch.empty((4, case.q.shape[0] if kind == "softmax" else 0), device="cuda")
+        inputs = [x.detach() for x in (case.q, case.k, case.v)]
+        _hopper_launch.forward_items(*inputs, out, lse, (case.q_offsets, case.k_offsets), _options(kind, False, None, 128), tiles)
+        assert relative_error(out, case.reference(kind)) < BF16
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_blocks_of_64_that_are_not_yet_default(causal, head_dim):
+    from kernels import _hopper_launch
+    from kernels._tiles import zero_unowned
+
+    case = _case(RAGGED, head_dim=head_dim)
+    double = (x.double() for x in (case.q, case.k, case.v))
+    expected = case.gradients(block_attention_reference(*double, case.q_offsets, block=64, causal=causal))
+    inputs = [x.detach() for x in (case.q, case.k, case.v)]
+    results = [torch.empty_like(x) for x in inputs]
+    zero_unowned(case.q_offsets, *results)
+    _hopper_launch.block_backward(case.grad, *inputs, *results, case.q_offsets, causal, head_dim**-0.5, 3)
+    assert max(relative_error(a, b) for a, b in zip(results, expected, strict=True)) < BF16
+
+
+def _attention_triton():
+    from kernels import _attention_triton
+
+    return _attention_triton
+
+
+def _options(kind, causal, window, head_dim):
+    from kernels._attention_cpu import AttentionOptions
+
+    return AttentionOptions(kind=kind, causal=causal, window=window or 0, scale=head_dim**-0.5, divisor=1.0 if kind == "softmax" else DIVISOR)
+
+
 def test_every_kind_is_among_them():
     assert {kind for kind, *_ in MASKED} == set(KINDS)
 
@@ -185,9 +251,10 @@ def test_empty_batches_and_rows(lengths):
 
 def test_a_new_batch_compiles_nothing():
     from kernels._attention_triton import kernel
-    from kernels._hopper_launch import hopper_backward_kernel, hopper_forward_kernel
+    from kernels._hopper_launch import hopper_backward_kernel, hopper_dkdv_kernel, hopper_dq_kernel, hopper_forward_kernel
 
-    watched = (hopper_forward_kernel, hopper_backward_kernel, kernel.attention_forward_kernel, kernel.keys_kernel)
+    hopper = (hopper_forward_kernel, hopper_backward_kernel, hopper_dq_kernel, hopper_dkdv_kernel)
+    watched = (*hopper, kernel.attention_forward_kernel, kernel.keys_kernel)
 
     def compiled() -> int:
         return sum(len(cache[0]) for function in watched for cache in function.device_caches.values())
