@@ -100,7 +100,8 @@ def modules(widths: list[int]) -> Iterable[Row]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.precision")
     stages: dict[str, Callable[[], Iterable[Row]]] = {
-        "memory": memory, "wire": wire, "quality": lambda: gate.quality(options.events, options.seeds, go=options.go),
+        "memory": memory, "wire": wire, "quality": lambda: gate.quality(options.events, options.seeds, go=options.go, local_batch=options.batch,
+                                        workers=options.workers, seconds=options.seconds),
         "movielens": lambda: gate.movielens(options.events, options.seeds), "modules": lambda: modules(options.widths),
         "products": lambda: gpu.products(options.widths), "conversions": lambda: gpu.conversions(options.widths),
         "wide": lambda: gpu.steps("gem-wide", *WIDE, local_batch=options.batch or WIDE_BATCH, measured=options.steps, target=1.10),
@@ -114,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="samples of a step")
     parser.add_argument("--part", type=int, default=0, help=f"of {gpu.WARM_PARTS} of stage warm")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a plan")
+    parser.add_argument("--workers", type=int, help="seeds of stage quality that train side by side")
+    parser.add_argument("--seconds", type=float, help="after which stage quality decides on the seeds that are done")
     parser.add_argument("--go", type=Path, help="a file that trainings of stage quality wait for once they are prepared")
     parser.add_argument("--after", type=Path, help="a file to wait for before anything is measured")
     parser.add_argument("--work", type=Path, default=Path("out/precision"), help="plans of stages predict and run")

@@ -139,8 +139,9 @@ def report(work: Path) -> Iterator[Row]:
                       note=f"chose {', '.join(formats)}: predicted {predicted[chosen] * 1e3:.1f} against {predicted[opposite] * 1e3:.1f} ms, "
                            f"measured {steps[chosen].seconds * 1e3:.1f} against {steps[opposite].seconds * 1e3:.1f} ms")
     if plans:
-        errors = {name: predicted[name] / step.seconds - 1 for name, step in steps.items()}
-        memory = {name: plans[name].prediction["memory"]["peak"]["value"] / step.peak - 1 for name, step in steps.items() if step.peak}
+        distinct = {plan.identity(): name for name, plan in plans.items()}.values()  # one plan under two names counts once
+        errors = {name: predicted[name] / steps[name].seconds - 1 for name in distinct}
+        memory = {name: plans[name].prediction["memory"]["peak"]["value"] / steps[name].peak - 1 for name in distinct if steps[name].peak}
         for what, found, bar in (("step time", errors, STEP_ERROR), ("peak memory", memory, MEMORY_ERROR)):
             yield Row(name=f"prediction of these plans, {what}: median absolute error", unit="relative", better="lower", target=bar,
                       value=statistics.median(map(abs, found.values())) if found else None,

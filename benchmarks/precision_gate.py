@@ -6,6 +6,7 @@ batches once for all recipes.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
 import sys
@@ -83,12 +84,15 @@ def with_options(plan: Plan, precision: dict[str, str], *, checkpoint: str = "no
     return dataclasses.replace(plan, regions=regions, **fields)
 
 
-def quality(events: int, seeds: int, *, go: Path | None = None) -> list[Row]:
-    """Gate 2 of both recipes on the synthetic stream. `go`: see `train_seed`."""
+def quality(events: int, seeds: int, *, go: Path | None = None, local_batch: int | None = None, workers: int | None = None,
+            seconds: float | None = None) -> list[Row]:
+    """Gate 2 of both recipes on the synthetic stream. `go`: see `train_seed`; `seconds`: no seed is waited for longer, those that are done decide."""
     device = "cuda" if torch.cuda.device_count() else "cpu"
     start = time.perf_counter()
-    found = judge(stream_recipes(events, device=device), seeds, events, device=device, workers=min(seeds, SIZES[device][1]), go=go)
+    found = judge(stream_recipes(events, device=device, local_batch=local_batch), seeds, events, device=device,
+                  workers=workers or min(seeds, SIZES[device][1]), go=go, seconds=seconds)
     print(f"gate 2: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    seeds = min(len(gate.differences) for gate in found.values())
     rows = [_verdict_row(f"gate 2, {name}: relative NE over bf16", gate, events, "the synthetic stream", device) for name, gate in found.items()]
     for allowed in (TOLERANCE, COARSE):
         verdicts = {name: gates.decide(gate.differences, allowed).verdict for name, gate in found.items()}
@@ -112,34 +116,37 @@ def movielens(events: int, seeds: int) -> list[Row]:
     return [_verdict_row("gate 2 on MovieLens, row-wise fp8: relative NE over bf16", gate, events, "MovieLens-100K", "cpu")]
 
 
-def judge(plans: dict[str, Plan], seeds: int, events: int, *, device: str = "cpu", workers: int | None = None,
-          go: Path | None = None) -> dict[str, gates.Gate]:
+def judge(plans: dict[str, Plan], seeds: int, events: int, *, device: str = "cpu", workers: int | None = None, go: Path | None = None,
+          seconds: float | None = None) -> dict[str, gates.Gate]:
     """The quality gate of each plan. Trainings that two of them share run once."""
-    variants = {p.identity(): p for plan in plans.values() for p in (gates.restricted(plan, ()), plan)}
-    first = next(iter(plans.values())).seed
-    known: dict[tuple[int, str], gates.Trained] = {}
+    wanted = {plan.identity(): plan for own in plans.values() for plan in (gates.restricted(own, ()), own)}
+    first, workers, until = next(iter(plans.values())).seed, workers or SIZES[device][1], time.perf_counter() + (seconds or 1e9)
+    known: dict[int, dict[str, float]] = {}
 
-    def wanted(seed: int) -> list[Plan]:
-        return [dataclasses.replace(plan, seed=seed, prediction={}, search={}, emulated=()) for plan in variants.values()]
+    def asked(seed: int) -> list[Plan]:
+        return [dataclasses.replace(plan, seed=seed) for plan in wanted.values()]
 
     def note(seed: int, found: Sequence[gates.Trained]) -> None:
-        known.update({(seed, plan.identity()): one for plan, one in zip(wanted(seed), found)})
+        known[seed] = dict(zip(wanted, (ne for ne, _ in found)))
 
-    numbers, workers = range(first, first + seeds), workers or SIZES[device][1]
     if workers == 1:
-        for seed in numbers:
-            note(seed, train_seed(wanted(seed), device, go))
+        for seed in range(first, first + seeds):
+            if time.perf_counter() < until:
+                note(seed, train_seed(asked(seed), device, go))
     else:
-        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            asked = {pool.submit(train_seed, wanted(seed), device, go): seed for seed in numbers}
-            for done in concurrent.futures.as_completed(asked):
-                note(asked[done], done.result())
+        pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+        running = {pool.submit(train_seed, asked(seed), device, go): seed for seed in range(first, first + seeds)}
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            for done in concurrent.futures.as_completed(running, timeout=seconds):
+                note(running[done], done.result())
+        for process in list((pool._processes or {}).values()) if len(known) < seeds else ():
+            process.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
 
-    def train(asked: Sequence[tuple[Plan, str]]) -> list[gates.Trained]:
-        return [known[plan.seed, plan.identity()] for plan, _ in asked]
+    def differences(plan: Plan) -> list[float]:
+        return [known[seed][plan.identity()] / known[seed][gates.restricted(plan, ()).identity()] - 1 for seed in sorted(known)]
 
-    return {name: gates.validate(dataclasses.replace(plan, emulated=("emulated",)), train, seeds=seeds, tolerance=TOLERANCE, events=events,
-                                 blame=False).quality for name, plan in plans.items()}
+    return {name: gates.decide(differences(plan), TOLERANCE, events=events) for name, plan in plans.items()}
 
 
 def train_seed(plans: Sequence[Plan], device: str, go: Path | None = None) -> list[gates.Trained]:
@@ -176,7 +183,8 @@ def train_seed(plans: Sequence[Plan], device: str, go: Path | None = None) -> li
 
 
 def _verdict_row(name: str, gate: gates.Gate, events: int, what: str, device: str) -> Row:
-    note = (f"{gate.verdict}: 95 % bounds {gate.lower:+.5%} to {gate.upper:+.5%}, allowed {TOLERANCE:.2%}; {len(gate.differences)} seeds x "
+    bounds = "none" if gate.lower is None or gate.upper is None else f"{gate.lower:+.5%} to {gate.upper:+.5%}"
+    note = (f"{gate.verdict}: 95 % bounds {bounds}, allowed {TOLERANCE:.2%}; {len(gate.differences)} seeds x "
             f"{events:,} events of {what}, on {device}; {_still_needed(gate, events)}")
     return Row(name=name, value=gate.mean, unit="ratio", better="lower", note=note)
 

@@ -32,6 +32,8 @@ from kernels.factor import factor_columns, factor_rows, tensor_scale
 from kernels.norm_quant import HADAMARD_BLOCK, Quantized, quantize
 
 OUTLIER_SHARE = 0.01
+# Below it rows are completed to a multiple of 16: cuBLAS has no row-wise kernel for 6 [Measured: torch 2.11, CUDA 13.0], but for any large number.
+FEW_ROWS = 4096
 HADAMARD_SEED = 29
 SCALINGS = {"fp8_tensor": ("tensor_delayed", "tensor_delayed"), "fp8_row": ("rowwise", "rowwise"), "fp8_block": ("block128", "block128"),
              "mxfp8": ("mxfp8_1x32", "mxfp8_32x32")}
@@ -91,10 +93,11 @@ def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | No
     """Accumulated by the tensor cores alone: promoting sums to fp32 now and then costs a fifth of the rate, and what it adds is far below what three
     mantissa bits lose (docs/results/precision-h200.md). Blocks are promoted anyway."""
     values, scales_a, scales_b, blocks = a.values, a.scales, b.scales, a.scaling == "block128"
-    if blocks:  # cuBLAS wants both scales with the rows adjacent, in whole lines
-        if missing := -len(values) % 16:
-            values = torch.nn.functional.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
-            scales_a = torch.nn.functional.pad(scales_a, (0, 0, 0, missing))
+    missing = -len(values) % 16 if blocks or len(values) < FEW_ROWS else 0
+    if missing:
+        values = torch.nn.functional.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
+        scales_a = torch.nn.functional.pad(scales_a, (0, 0, 0, missing)) if scales_a.dim() else scales_a
+    if blocks:  # cuBLAS wants both scales with the rows adjacent
         scales_a, scales_b = scales_a.t().contiguous().t(), scales_b.t().contiguous().t()
     out_dtype = torch.bfloat16 if dtype == torch.float32 and a.scaling == "rowwise" else dtype  # row scales come out in bf16 only
     added = bias if bias is not None and out_dtype == dtype == bias.dtype == torch.bfloat16 and not blocks else None
