@@ -34,7 +34,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 
 def source_hashes(root: Path = ROOT, *, torch: str = "") -> dict[str, str]:
     """Op kind -> first 16 hex digits of the SHA-256 over its sources' names and contents, and torch's version."""
-    version = torch or importlib.metadata.version("torch")
+    version = (torch or importlib.metadata.version("torch")).split("+")[0]  # what a wheel was built for is not in every place that names it
     return {kind: _hash(root, version, patterns) for kind, patterns in SOURCES.items()}
 
 

@@ -1,4 +1,4 @@
-"""A state directory of the tests' own: nobody's ledger or calibration is read or written."""
+"""A state directory of the tests' own: nobody's ledger or calibration is read or written, and GPUs have the rooflines that figures here refer to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner import machine
+from planner import calibrate, machine
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "machine.json").write_text(json.dumps({"cpu": machine.cpu_name(), "memory_bandwidth": 1e10}))
     monkeypatch.setenv("PLANNER_STATE", str(folder))
+    monkeypatch.setattr(calibrate, "_BUNDLED", folder / "bundled")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("PLANNER_DEBUG", raising=False)
     return folder

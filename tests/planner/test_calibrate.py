@@ -8,14 +8,17 @@ import pytest
 
 from costmodel import launch
 from costmodel.calibration import load
+from costmodel.estimate import estimate
 from costmodel.samples import Environment, Sample, read_samples, write_samples
 from planner import calibrate
 from planner.api import subject_plans
 from planner.cli import main
+from planner.configure import default_plan
 from planner.errors import CalibrationRequired, UsageError
 from planner.scenario import load_scenario
 from tests.planner.test_cli import TINY
 
+BUNDLED = calibrate._BUNDLED
 HASHES = {"linear": "aaa", "layer_norm": "bbb"}
 
 
@@ -250,4 +253,16 @@ def test_a_gpu_calibration_is_compared_under_its_own_torch():
     pytest.importorskip("torch")
     here, there = calibrate.source_hashes(), calibrate.source_hashes(torch="0.0.1")
     assert set(here) == set(there) and not set(here.values()) & set(there.values())
-    assert calibrate.source_hashes(torch="0.0.1") == there
+    assert calibrate.source_hashes(torch="0.0.1") == there == calibrate.source_hashes(torch="0.0.1+cu130")
+
+
+def test_the_bundled_calibration_of_the_h200_is_found(monkeypatch):
+    monkeypatch.setattr(calibrate, "_BUNDLED", BUNDLED)
+    scenario = load_scenario("gem-1xh200")
+    found = calibrate.find(scenario.cluster)
+    assert found.path == BUNDLED / "H200-SXM.json" and found.calibration is not None and found.calibration.matches(scenario.cluster.device)
+    plan, _ = default_plan(scenario)
+    known, bare = estimate(plan, found.calibration), estimate(plan, None)
+    assert known.by_source.get("roofline", 0.0) < 0.05 < bare.by_source["roofline"]
+    assert 0.6 < known.step_time.value / bare.step_time.value < 1.6
+    assert known.step_time.high / known.step_time.low < bare.step_time.high / bare.step_time.low
