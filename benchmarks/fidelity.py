@@ -359,7 +359,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("-n", "--count", type=int, default=16, help="plans to score")
-    parser.add_argument("--stage", choices=("all", "calibrate", "predict", "run", "report"), default="all", help="calibrate: cuda only")
+    parser.add_argument("--stage", choices=("all", "calibrate", "predict", "run", "refit", "report"), default="all",
+                        help="calibrate, refit: cuda only")
     parser.add_argument("--calibration", type=Path, help="use this calibration (default: measure one now)")
     parser.add_argument("--preset", choices=("quick", "full"), default="quick", help="of the calibration")
     parser.add_argument("--budget", type=float, default=CALIBRATION_BUDGET, help="seconds of processor time of each launch of the calibration")

@@ -4,6 +4,7 @@
     python -m benchmarks.fidelity --device cuda --stage predict --calibration h200.json       where there is no GPU: plans with their predictions
     python -m benchmarks.fidelity --device cuda --stage run --seconds 200 --resume            where there is one: what has no result yet
     python -m benchmarks.fidelity --device cuda --stage report
+    python -m benchmarks.fidelity --device cuda --stage refit      the calibration of the same samples under later code; `report` then scores it too
 
 The first `RESIDUALS` plans, of a seed of their own, give the intervals: they are neither fitted nor scored. Every prediction is written before the
 plan runs. Between two plans everything of the last one is dropped and the caching allocator emptied, so that peaks are a plan's own. `calibrate` and
@@ -27,7 +28,7 @@ from typing import Any
 
 from benchmarks import fidelity_gpu_space as space
 from benchmarks import results
-from benchmarks.fidelity_report import Run, rows
+from benchmarks.fidelity_report import Run, again_rows, rows
 from costmodel import launch
 from costmodel.calibration import Calibration, fit
 from costmodel.calibration import load as load_calibration
@@ -43,6 +44,7 @@ RUN_SECONDS, MIN_STEPS, MAX_STEPS = 1.0, 8, 100
 # Plans that give the intervals, and what is added to the seed for them.
 RESIDUALS, RESIDUAL_SEED = 10, 1_000_003
 ALLOCATOR, SAMPLES, MEASURED = "PYTORCH_CUDA_ALLOC_CONF", "samples.jsonl", "measured.json"
+RESIDUAL_FILE, REFITTED = "calibration-residuals.json", "calibration-refitted.json"
 SCENARIO, CLUSTER = "scenarios/gem-1xh200.yaml", Path(__file__).with_name("fidelity_gpu_cluster.json")
 
 
@@ -61,11 +63,16 @@ def calibrate(work: Path, cluster: Cluster, device, *, seconds: float) -> Calibr
 
 
 def refit(work: Path, cluster: Cluster) -> Calibration:
-    """The calibration of the samples in `work`."""
-    environment, samples = read_samples(work / SAMPLES)
-    calibration = fit(dataclasses.replace(environment, device_name=cluster.device.name), samples, device=cluster.device)
+    """The calibration of the samples in `work`, kept there."""
+    calibration = fit_samples(work, cluster)
     calibration.save(work / "calibration.json")
     return calibration
+
+
+def fit_samples(work: Path, cluster: Cluster) -> Calibration:
+    """The calibration of the samples in `work`."""
+    environment, samples = read_samples(work / SAMPLES)
+    return fit(dataclasses.replace(environment, device_name=cluster.device.name), samples, device=cluster.device)
 
 
 def predict(work: Path, cluster: Cluster, calibration: Calibration, *, seed: int, count: int) -> list[Path]:
@@ -176,6 +183,11 @@ def load_runs(paths: list[Path]) -> tuple[list[Run], list[Run], list[str]]:
     return residual, scored, failed
 
 
+def again(runs: list[Run], calibration: Calibration) -> list[Run]:
+    """The runs with what `calibration` and the present code predict: not blind where either is later than the runs."""
+    return [dataclasses.replace(one, plan=dataclasses.replace(one.plan, prediction=encode(estimate(one.plan, calibration)))) for one in runs]
+
+
 def with_residuals(calibration: Calibration, runs: list[Run]) -> Calibration:
     """The calibration with log(measured / predicted) of `runs`, by phase and for the step."""
     found: dict[str, list[float]] = {}
@@ -192,12 +204,15 @@ def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path
     if not scored:
         raise SystemExit(f"{work}: no plan to score has run yet")
     known = with_residuals(calibration, residual)
-    known.save(work / "calibration-residuals.json")
+    known.save(work / RESIDUAL_FILE)
+    found = rows(scored, known, load=work / RESIDUAL_FILE)
+    if (work / REFITTED).exists():
+        found += again_rows(again(scored, load_calibration(work / REFITTED)))
     intro = (f"{len(scored)} plans drawn from: {space.describe()}. Every plan was predicted before it ran; none was used to calibrate. "
              f"Intervals come from {len(residual)} runs that are neither fitted nor scored. Error = predicted / measured median step - 1. Failed: "
              f"{'; '.join(failed) or 'none'}.")  # fmt: skip
     measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
-    return results.write("fidelity-h200", rows(scored, known, load=work / "calibration-residuals.json"), command=command,
+    return results.write("fidelity-h200", found, command=command,
                          title="Fidelity of predictions (H200)", intro=intro, out=out, measured=measured)  # fmt: skip
 
 
@@ -224,6 +239,9 @@ def main(options: argparse.Namespace, work: Path) -> int:
         from runtime import mesh
 
         mesh.leave()
+    if stage == "refit":
+        fitted = fit_samples(work, own)
+        with_residuals(fitted, again(load_runs(paths)[0], fitted)).save(work / REFITTED)
     if stage in ("all", "report"):
         report(paths, work, load_calibration(calibration_path), out=options.out,
                command=f"python -m benchmarks.fidelity --device cuda --seed {options.seed} -n {options.count}")  # fmt: skip

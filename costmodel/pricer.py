@@ -67,6 +67,7 @@ class Pricer:
         self._stretch = (1.0 + self.waiting) / share
         self._costs: dict[tuple[Op, str], Cost] = {}
         self._blocks: dict[tuple[int, int, str, str], Cost] = {}
+        self._forwards: dict[tuple[int, int, str], Sequence[Op]] = {}
         self._kept: list[BatchShape] = []
 
     def keep(self, batch: BatchShape) -> None:
@@ -76,6 +77,7 @@ class Pricer:
         if len(self._kept) >= MAX_BATCHES:
             self._kept.clear()
             self._blocks.clear()
+            self._forwards.clear()
         self._kept.append(batch)
 
     @property
@@ -126,11 +128,18 @@ class Pricer:
             return seconds * compute.GRAPH_LAUNCH_SECONDS / compute.EAGER_LAUNCH_SECONDS
         return seconds
 
+    def _forward(self, block: Block, batch: BatchShape, precision: str) -> Sequence[Op]:
+        """The ops of a block's forward."""
+        key = (id(block), id(batch), precision)
+        if key not in self._forwards:
+            self._forwards[key] = block.forward(batch, precision)
+        return self._forwards[key]
+
     def block(self, block: Block, batch: BatchShape, precision: str, phase: str) -> Cost:
         """One block's forward or backward, corrected by its kind's composition."""
         key = (id(block), id(batch), precision, phase)
         if key not in self._blocks:
-            cost = self._corrected(block, batch, self.ops(block.forward(batch, precision), phase), phase, precision)
+            cost = self._corrected(block, batch, self.ops(self._forward(block, batch, precision), phase), phase, precision)
             scale = self._host_scale(block, precision)
             self._blocks[key] = cost if scale == 1.0 else dataclasses.replace(cost, host_seconds=cost.host_seconds * scale)
         return self._blocks[key]
@@ -155,9 +164,9 @@ class Pricer:
         """What a policy adds to a block's backward, and to the host's time in both directions, where blocks were timed under it; else None."""
         if not again or self._composition(block, BACKWARD, precision, policy) is None:
             return None
-        forward, plain = self.ops(block.forward(batch, precision), FORWARD), self.block(block, batch, precision, BACKWARD)
+        forward, plain = self.ops(self._forward(block, batch, precision), FORWARD), self.block(block, batch, precision, BACKWARD)
         run = self.ops(again, FORWARD)
-        both = self.ops(block.forward(batch, precision), BACKWARD)
+        both = self.ops(self._forward(block, batch, precision), BACKWARD)
         both = dataclasses.replace(both, seconds=both.seconds + run.seconds, host_seconds=both.host_seconds + run.host_seconds,
                                    flops=both.flops + run.flops, bytes=both.bytes + run.bytes, parts=(*both.parts, *run.parts))
         whole = self._corrected(block, batch, both, BACKWARD, precision, policy)
@@ -199,7 +208,7 @@ class Pricer:
             return cost
         ratio, width, outside = found.ratio(features)
         if found.shares and cost.seconds > 0:
-            timed = expanded(timed_ops(block.forward(batch, precision), phase, policy, MATRIX_OPS), self.device,
+            timed = expanded(timed_ops(self._forward(block, batch, precision), phase, policy, MATRIX_OPS), self.device,
                              low_weight_gradients=self.low_weight_gradients)
             ratio *= float(work(timed, features, self.device) @ np.array(found.shares)) / cost.seconds
         if self.calibration is not None:

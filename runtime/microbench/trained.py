@@ -27,7 +27,12 @@ from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Steps of a run; histories, events of a history and rows of a table of those that time the host; scales of launches alone that are taken, of all and
 # of one kind of layers.
-STEPS, SMALL_SAMPLES, SMALL_LENGTH, SMALL_ROWS, PLAUSIBLE, OWN_PLAUSIBLE, MOST_FIXED = 12, 8, 264, 1000, (0.5, 2.0), (0.25, 2.5), 0.01
+STEPS, SMALL_SAMPLES, SMALL_LENGTH, SMALL_ROWS, PLAUSIBLE, OWN_PLAUSIBLE, MOST_FIXED = 12, 8, 264, 1000, (0.5, 2.5), (0.25, 2.5), 0.01
+# Main-thread seconds of a step beside its launches [Measured: one H200 host, 2-4 ms]; a scale that is HELD_SCALE from 1, and a rest that is twice
+# this or nothing, weigh as much as a run that is off by HELD.
+PLAIN_REST, HELD_SCALE, HELD = 3e-3, 0.3, 0.2
+# Runs in which a kind's launches were as they were timed alone, added to those of its own: the same steps differ by a sixth within minutes.
+DOUBT = 6
 # Launches over a step of whole batches up to which the device makes it; runs that `in_step` needs, and its bounds.
 DEVICE_BOUND, FEWEST, IN_STEP = 0.7, 3, (0.9, 1.15)
 
@@ -55,17 +60,21 @@ def host_samples(calibration: Calibration, plans: list[Plan], device: torch.devi
     if not plain:
         return
     scale, fixed = host_fit(plain)
-    if not PLAUSIBLE[0] <= scale <= PLAUSIBLE[1]:
-        report(f"host: a scale of {scale:.2f} is not taken")
+    ratio = statistics.median(took / launched for launched, took in plain)
+    if not PLAUSIBLE[0] <= ratio <= PLAUSIBLE[1]:
+        report(f"host: {ratio:.2f} times the launches is not taken")
         scale, fixed = 1.0, min(max(statistics.median(took - launched for launched, took in plain), 0.0), MOST_FIXED)
     yield from (constant("host_scale", scale), constant("step_host", fixed))
+    own = defaultdict(list)
     for plan, layers, rest, spent in runs:
         found = (spent - fixed - scale * rest) / (scale * layers)
         key = block_key(plan.model.sequences[0].layers[0].kind, layer_precision(plan), layer_policy(plan))
         if OWN_PLAUSIBLE[0] <= found <= OWN_PLAUSIBLE[1]:
-            yield constant("host_scale", found, key)
+            own[key].append(math.log(found))
         else:
             report(f"host: a scale of {found:.2f} for {key} is not taken")
+    for key, logs in own.items():
+        yield constant("host_scale", math.exp(sum(logs) / (len(logs) + DOUBT)), key)
 
 
 def whole_samples(calibration: Calibration, plans: list[Plan], device: torch.device, *, until: float = math.inf,
@@ -110,9 +119,11 @@ def _trained(plan: Plan, device: torch.device, steps: int) -> Trainer:
 
 
 def host_fit(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """(scale, rest >= 0) of spent = scale x predicted + rest with the least relative error."""
+    """(scale, rest >= 0) of spent = scale x predicted + rest with the least relative error. Hosts differ from run to run by more than launches and
+    the rest can be told apart by, so both are held near what they are where nothing is in the way: launches as timed alone, and `PLAIN_REST`."""
     predicted, spent = np.array(pairs).T
-    scale, rest = np.linalg.lstsq(np.stack([predicted / spent, 1 / spent], axis=1), np.ones(len(pairs)), rcond=None)[0]
+    system = np.concatenate([np.stack([predicted / spent, 1 / spent], axis=1), np.diag([HELD / HELD_SCALE, HELD / PLAIN_REST])])
+    scale, rest = np.linalg.lstsq(system, np.concatenate([np.ones(len(pairs)), [HELD / HELD_SCALE, HELD]]), rcond=None)[0]
     if rest < 0 or scale <= 0:
         scale, rest = float(np.median(spent / predicted)), 0.0
     return float(scale), float(rest)

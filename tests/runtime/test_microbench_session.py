@@ -44,13 +44,21 @@ def test_a_calibration_keeps_what_it_has_and_predicts(monkeypatch):
 
 @pytest.mark.parametrize(("scale", "rest"), [(1.3, 2e-3), (0.9, 0.0)])
 def test_the_host_fit_finds_scale_and_rest(scale, rest):
-    pairs = [(p, scale * p + rest) for p in (5e-3, 1e-2, 3e-2)]
-    assert trained.host_fit(pairs) == pytest.approx((scale, rest), abs=1e-9)
+    pairs = [(p, scale * p + rest) for p in (5e-3, 1e-2, 3e-2) for _ in range(20)]
+    found = trained.host_fit(pairs)
+    assert found[0] == pytest.approx(scale, rel=0.05) and found[1] == pytest.approx(rest, abs=6e-4)
 
 
 def test_a_negative_rest_becomes_a_scale_alone():
-    scale, rest = trained.host_fit([(1e-2, 0.5e-2), (2e-2, 2e-2)])
+    scale, rest = trained.host_fit([(1e-2, 0.5e-2), (2e-2, 2e-2)] * 50)
     assert rest == 0.0 and scale == pytest.approx(0.75)
+
+
+def test_few_runs_that_disagree_do_not_make_a_rest_of_half_a_step():
+    """What one H200's host showed on 2026-11-30: least squares alone said 0.89 and 14 ms, and the steps that followed had 4 ms beside launches."""
+    pairs = [(30.2, 44.1), (28.1, 45.0), (32.3, 36.3), (21.3, 32.8), (58.7, 76.1), (54.5, 70.5), (62.8, 61.9)]
+    scale, rest = trained.host_fit([(1e-3 * a, 1e-3 * b) for a, b in pairs])
+    assert 1.05 < scale < 1.25 and 2e-3 < rest < 6e-3
 
 
 class _Task:
@@ -61,23 +69,22 @@ class _Task:
 @pytest.mark.parametrize(("slower", "taken"), [(1.5, 1.5), (11.7, 1.0)])
 def test_a_host_scale_that_cannot_be_is_said_and_not_taken(monkeypatch, slower, taken):
     """Steps that wait for the device once made it 11.7. A kind of layers under a policy has a scale of its own."""
-    layers = lambda plan: float(plan.accumulation * (3 if plan.model.sequences[0].layers[0].kind == "gdpa" else 2))
+    layers = lambda plan: 0.01 * plan.accumulation * (3 if plan.model.sequences[0].layers[0].kind == "gdpa" else 2)
 
     def run(plan, device, steps):
-        spent = 5.0 + slower * ((2.0 if trained.layer_policy(plan) == "full" else 1.0) * layers(plan) + 1.0)
+        spent = 3e-3 + slower * ((2.0 if trained.layer_policy(plan) == "full" else 1.0) * layers(plan) + 1e-3)
         return type("Ran", (), {"timer": type("Timer", (), {"host": [{"forward": spent}] * steps})})()
 
     monkeypatch.setattr(trained, "_trained", run)
     monkeypatch.setattr(trained, "lower", lambda plan, calibration: type("Lowered", (), {"graph": type("Graph", (), {
-        "tasks": [_Task("recompute history.0", layers(plan)), _Task("adamw", 1.0)]})})())  # fmt: skip
+        "tasks": [_Task("recompute history.0", layers(plan)), _Task("adamw", 1e-3)]})})())  # fmt: skip
     said = []
     found = {(s.op, s.variant): s.seconds for s in trained.host_samples(None, trained.small_plans([drawn(), drawn("gdpa")]), CPU, report=said.append)}
-    assert found["constant:host_scale", ""] == pytest.approx(taken)
-    assert found["constant:step_host", ""] == pytest.approx(5.0 if taken == slower else trained.MOST_FIXED)
-    assert any("is not taken" in line for line in said) == (taken == 1.0)
+    assert found["constant:host_scale", ""] == pytest.approx(taken, rel=0.1)
+    assert any("times the launches is not taken" in line for line in said) == (taken == 1.0)
     if taken == slower:
-        assert found["constant:host_scale", "hstu@bf16:full"] == pytest.approx(2.0) == found["constant:host_scale", "gdpa@bf16:full"]
-        assert [found["constant:host_scale", key] for key in ("hstu@bf16", "gdpa@bf16:selective")] == pytest.approx([1.0, 1.0])
+        plain, full = ([found["constant:host_scale", f"{kind}@bf16{policy}"] for kind in ("hstu", "gdpa")] for policy in ("", ":full"))
+        assert plain == pytest.approx([1.0, 1.0], rel=0.1) and full == pytest.approx([2 ** (1 / 7)] * 2, rel=0.1)
 
 
 @pytest.mark.parametrize("slower", [1.08, 3.0])
