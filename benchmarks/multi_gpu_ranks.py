@@ -38,7 +38,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.fidelity_gpu import _empty
+from benchmarks import results
+from benchmarks.fidelity_gpu import MEASURED, _empty
 from benchmarks.multi_gpu_space import PARTS, WARMING
 from costmodel.codec import content_hash, encode
 from costmodel.plan import Layout, Plan
@@ -365,6 +366,8 @@ def _say(text: str, rank: int = 0) -> None:
 def _parts(parts: list[str], work: Path, device: torch.device, *, until: float, op_seconds: float) -> int:
     rank, world, code = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
     plans = waiting(work)
+    if rank == 0:
+        (work / MEASURED).write_text(json.dumps(results.stamped()) + "\n")
     while (work / WARMING).exists() and time.time() < until:
         time.sleep(0.1)
     if "ops" in parts and device.type == "cuda":

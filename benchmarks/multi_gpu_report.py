@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import multi_gpu_space as space
 from benchmarks import results
+from benchmarks.fidelity_gpu import MEASURED
 from benchmarks.results import Row
 from costmodel.calibration import Calibration, score
 from costmodel.calibration import load as load_calibration
@@ -91,18 +92,27 @@ def load(work: Path) -> tuple[list[Ran], list[str]]:
 
 
 def report(work: Path, device: str, *, out: Path) -> Path:
-    """Writes the result file. Raises SystemExit where no plan on several ranks has run."""
+    """Writes the result file; without a plan on several ranks what is known of links and of plans on one. Raises SystemExit where nothing has run."""
     ran, failed = load(work)
-    if not any(one.ranks > 1 for one in ran):
-        raise SystemExit(f"{work}: no plan on several ranks has run yet; failed: {'; '.join(failed) or 'none'}")
-    rows = [*plan_rows(ran), *link_rows(work)]
+    several, links = any(one.ranks > 1 for one in ran), link_rows(work)
+    if not several and not links:
+        raise SystemExit(f"{work}: no plan on several ranks has run yet and no link was timed; failed: {'; '.join(failed) or 'none'}")
+    rows = [*(plan_rows(ran) if several else [_none_row(work), *map(_plan_row, ran)]), *links]
     what = space.describe() if device == "cuda" else "The plans of several GPUs, shrunk, on two CPU ranks"
     intro = (f"{what}. Every plan was predicted before it ran; nothing of a run entered the calibration. Batches were built beforehand and repeated, "
              f"and the predictions leave the loader out. Exposed communication is what the devices' traces show of collectives with nothing beside "
              f"them. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
+    measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
     name = "multi-gpu" if device == "cuda" else "multi-gpu-cpu"
     return results.write(name, rows, command=f"python -m benchmarks.multi_gpu --device {device}", title="Several GPUs of one host" if device == "cuda"
-                         else "Several CPU ranks", intro=intro, out=out)  # fmt: skip
+                         else "Several CPU ranks", intro=intro, out=out, measured=measured)  # fmt: skip
+
+
+def _none_row(work: Path) -> Row:
+    plans = [Plan.load(work / name / "plan.json") for name in json.loads((work / "plans.json").read_text())]
+    return Row(name="plans scored", value=0, unit="", target=WANTED,
+               note=f"{sum(p.layout.world_size > 1 for p in plans)} are predicted and wait; step error, exposed communication, memory, regret, "
+                    "scaling and equal losses are not measured")
 
 
 def plan_rows(ran: list[Ran]) -> list[Row]:

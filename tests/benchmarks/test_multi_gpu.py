@@ -1,10 +1,11 @@
 """Plans on several ranks: declared, run one after the other by one launch (gloo, two CPU ranks, one plan broken), and what a report says of them."""
 import dataclasses
 import json
+import shutil
 
 import pytest
 
-from benchmarks import multi_gpu, multi_gpu_ranks, multi_gpu_report
+from benchmarks import multi_gpu, multi_gpu_ranks, multi_gpu_report, results
 from benchmarks import multi_gpu_space as space
 from benchmarks.multi_gpu_report import Ran
 from costmodel.calibration import load as load_calibration
@@ -73,6 +74,22 @@ def test_the_report_of_a_launch(work, tmp_path):
     assert found["losses as on one rank, fp32: largest relative difference"]["passed"]
     assert {"plan tables-fsdp", "tables: scaling ratio 1 -> 2, error", "tables: regret of the plan predicted best"} <= set(found)
     assert "tables-broken: rank 0: ValueError" in (tmp_path / "multi-gpu-cpu.md").read_text()
+
+
+def test_the_report_before_any_plan_has_run_on_several_ranks(work, tmp_path):
+    calibrated = tmp_path / "calibrated"
+    shutil.copytree(work, calibrated, ignore=shutil.ignore_patterns("run.json"))
+    with pytest.raises(SystemExit, match="no plan on several ranks has run yet and no link was timed"):
+        multi_gpu_report.report(calibrated, "cpu", out=tmp_path)
+    timed = [Sample(op="all_gather", phase="step", features={"bytes": 2.0**30, "group": 2.0}, seconds=2.0)]
+    write_samples(calibrated / "collectives.jsonl", Environment(device_name="CPU", device_kind="cpu"), timed)
+    elsewhere = {"date": "2026-01-02T03:04:05+00:00", "commit": "0123abc", "environment": {**results.environment(), "device": "another device"}}
+    (calibrated / "measured.json").write_text(json.dumps(elsewhere))
+    text = json.loads(multi_gpu_report.report(calibrated, "cpu", out=tmp_path).read_text())
+    rows = {row["name"]: row for row in text["rows"]}
+    assert rows["plans scored"]["value"] == 0 and rows["plans scored"]["passed"] is False
+    assert rows["all_gather: rate of the largest message"]["value"] == pytest.approx(2.0**30 / 2.0 / 1e9)
+    assert (text["date"], text["commit"], text["environment"]["device"]) == ("2026-01-02T03:04:05+00:00", "0123abc", "another device")
 
 
 def known(name: str, *, step: float, of: float, exposed: tuple[float, float] = (0.0, 0.0), peak: float | None = None, losses=(1.0,)) -> Ran:
