@@ -155,6 +155,7 @@ def _work(build: Callable[[int], Batches], steps: range, shared: mmap.mmap, size
     other.close()
     for number in (signal.SIGINT, signal.SIGTERM):  # of the parent, who ends this process
         signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)  # the parent's other threads are not here: an operator that wants them would wait for ever
     keep_freed_memory()
     view, free = memoryview(shared), list(range(slots))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

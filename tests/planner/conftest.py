@@ -10,6 +10,14 @@ import pytest
 from planner import calibrate, machine
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_bundled_calibration(tmp_path_factory: pytest.TempPathFactory):
+    """Also for fixtures of a module, which are made before any test's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "_BUNDLED", tmp_path_factory.mktemp("bundled"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """$PLANNER_STATE, with this machine's bandwidth already known so that no test measures it."""
@@ -17,7 +25,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "machine.json").write_text(json.dumps({"cpu": machine.cpu_name(), "memory_bandwidth": 1e10}))
     monkeypatch.setenv("PLANNER_STATE", str(folder))
-    monkeypatch.setattr(calibrate, "_BUNDLED", folder / "bundled")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("PLANNER_DEBUG", raising=False)
     return folder
