@@ -75,7 +75,7 @@ def test_small_tables_on_every_rank_are_chosen_where_they_are_fastest(seed):
     assert "data_parallel" in {t.sharding for t in state.incumbent.plan.tables}
 
 
-@pytest.mark.parametrize("seed", [5, *_slow(0, 4, 8, 9, 12, 16, 25)])
+@pytest.mark.parametrize("seed", [5, *_slow(0, 4, 8, 9, 12, 16, 26)])
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_program_and_chain_are_below_every_plan(seed, calibrated):
     """5 and 9: the rank that serves most holds few of the bytes that replicas average. Calibrated: lookups and updates have fixed costs, which a rank
