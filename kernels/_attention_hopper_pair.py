@@ -21,56 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels._attention_hopper import M, _key_range, _read_tile, _reciprocal, _tanh_approx, _zero_tail
+from kernels._attention_hopper import M, _key_range, _read_tile, _zero_tail
 from kernels._attention_hopper import _select as _select_keys
+from kernels._attention_hopper_bwd import _activate_both, _row_range
 
 KEYS = gl.constexpr(128)  # keys of a program's block in the dK/dV kernel, 64 per consumer
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _activate_both(x, KIND: gl.constexpr, APPROX: gl.constexpr):
-    """The activation and its derivative, sharing the transcendental."""
-    if KIND == "gelu":
-        square = x * x
-        inner = x * (0.7978845608028654 + 0.035677408136300125 * square)
-        if APPROX:
-            t = _tanh_approx(inner)
-        else:
-            t = 1.0 - 2.0 * _reciprocal(1.0 + gl.exp2(inner * 2.8853900817779268))
-        half = 0.5 + 0.5 * t
-        slope = (0.5 * x) * (1.0 - t * t) * (0.7978845608028654 + 0.1070322244089004 * square)
-        return x * half, half + slope
-    elif KIND == "silu":
-        if APPROX:
-            s = 0.5 + 0.5 * _tanh_approx(0.5 * x)
-        else:
-            s = _reciprocal(1.0 + gl.exp2(x * -1.4426950408889634))
-        value = x * s
-        return value, s + value - value * s
-    elif KIND == "relu":
-        return gl.maximum(x, 0.0), gl.where(x > 0, 1.0, 0.0)
-    else:
-        return x, gl.full(x.type.shape, 1.0, gl.float32, x.type.layout)
-
-
-@gluon.jit
-def _row_range(first, last, shift, q_len, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr):
-    """As `_attention_kernels._row_range`: touched rows `[low, high)`, rows that keep every column `[full_low, full_high)`."""
-    low = 0
-    high = q_len
-    full_low = 0
-    full_high = q_len
-    if CAUSAL:
-        low = (gl.maximum(first - shift, 0) // M) * M
-        full_low = gl.maximum(last - 1 - shift, 0)
-    if WINDOW:
-        high = gl.minimum(high, gl.maximum(last - 1 + window - shift, 0))
-        full_high = gl.minimum(full_high, gl.maximum(first + window - shift, 0))
-        if not CAUSAL:
-            low = (gl.maximum(first - window + 1 - shift, 0) // M) * M
-            full_low = gl.maximum(last - window - shift, 0)
-    return gl.minimum(low, high), high, full_low, full_high
 
 
 @gluon.jit
