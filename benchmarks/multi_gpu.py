@@ -43,8 +43,8 @@ STARTING, LEAST = 25.0, 20.0
 SEARCH_SECONDS = 20.0
 # Parts of a launch (`multi_gpu_ranks`).
 CALIBRATION, RUNS = ("ops", "collectives", "links"), ("alone", "plans")
-LOG = "ranks.log"
-WARM_SECONDS = 40.0
+LOG, MODULE = "ranks.log", "benchmarks.multi_gpu_ranks"
+WARM_SECONDS = 50.0
 
 
 def calibrate(work: Path, device: str, cluster: Cluster, *, seconds: float, parts: tuple[str, ...] = CALIBRATION,
@@ -114,12 +114,13 @@ def warm(work: Path, device: str) -> threading.Thread:
     """Begins to compile every kernel of the plans, in processes of their own; launches wait until `WARMING` is gone. Returns who waits for them."""
     (work / "warm").mkdir(parents=True, exist_ok=True)
     (work / WARMING).touch()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(RANKS)))).split(",")
     children = []
     for i, plan in enumerate(space.warm_plans(device)):
         path = work / "warm" / f"{i}.json"
         plan.save(path)
-        command = [sys.executable, "-m", "benchmarks.multi_gpu_ranks", "--device", device, "--warm", str(path)]
-        variables = {**os.environ, **SAFE, **({"CUDA_VISIBLE_DEVICES": str(i % RANKS)} if device == "cuda" else {})}
+        command = [sys.executable, "-m", MODULE, "--device", device, "--warm", str(path)]
+        variables = {**os.environ, **SAFE, "CUDA_VISIBLE_DEVICES": visible[i % len(visible)]}
         children.append(subprocess.Popen(command, env=variables))
     until, begin = time.time() + WARM_SECONDS, time.time()
 
@@ -156,7 +157,7 @@ def start(parts: tuple[str, ...], work: Path, device: str, cluster: Cluster, *, 
         for i, plan in enumerate(space.calibration_plans(device)):
             plan.save(work / "subjects" / f"{i}.json")
     arguments = [*parts, "--work", str(work), "--device", device, "--until", str(until), *extra]
-    command = launch.torchrun_command("benchmarks.multi_gpu_ranks", arguments, ranks_per_host=RANKS)
+    command = launch.torchrun_command(MODULE, arguments, ranks_per_host=RANKS)
     variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **launch.environment(cluster), **SAFE,
                  "PLANNER_COLLECTIVE_TIMEOUT": str(COLLECTIVE_TIMEOUT if device == "cuda" else 120)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -179,10 +180,12 @@ def start(parts: tuple[str, ...], work: Path, device: str, cluster: Cluster, *, 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.multi_gpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--stage", choices=("all", "calibrate", "fit", "predict", "run", "report"), default="all")
+    parser.add_argument("--stage", choices=("all", "warm", "calibrate", "fit", "predict", "run", "report"), default="all")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="of the launch of calibrate or run (default: all of the stage)")
     parser.add_argument("--op-seconds", type=float, help="of a launch's part `ops`")
-    parser.add_argument("--warm", action="store_true", help="compile the kernels first, side by side")
+    parser.add_argument("--steps", type=int, help="measured steps of a plan (default: about a second of them)")
+    parser.add_argument("--plan-seconds", type=float, help="that a plan may take before the launch is begun anew behind it")
+    parser.add_argument("--warm", action="store_true", help="compile the kernels first, side by side; --stage warm does nothing else")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: the same on gloo with models of a test's size")
     parser.add_argument("--work", type=Path, help="folder for samples, plans and runs (default: out/multi-gpu-DEVICE)")
     parser.add_argument("--calibration", type=Path, help="predict with this one (default: what W's samples give)")
@@ -196,8 +199,9 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit(f"{work} is not empty; --resume continues there, another --work starts afresh")
     work.mkdir(parents=True, exist_ok=True)
     cluster = space.scenario("full", device, RANKS).cluster
-    extra = ("--op-seconds", str(options.op_seconds)) if options.op_seconds is not None else ()
-    if options.warm:
+    passed = {"--op-seconds": options.op_seconds, "--steps": options.steps, "--plan-seconds": options.plan_seconds}
+    extra = tuple(word for name, value in passed.items() if value is not None for word in (name, str(value)))
+    if options.warm or stage == "warm":
         warm(work, device)
     if stage == "calibrate" or (stage == "all" and not (work / "collectives.jsonl").exists()):
         calibrate(work, device, cluster, seconds=options.seconds, parts=tuple(options.parts or CALIBRATION), extra=extra)

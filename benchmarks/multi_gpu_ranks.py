@@ -9,9 +9,9 @@
 `ops` and `alone` come before the ranks know each other. Without torchrun `--warm PLAN` trains two steps and leaves compiled kernels in Triton's
 cache.
 
-Rank 0 says which plan is next, so all ranks stop at the same one when the time is over. A plan that fails on every rank is recorded; communicators
-may then be in any state, so the job ends with `AGAIN` and is started anew, as it is when a plan fails on some ranks only and the others' collectives
-time out.
+Rank 0 says which plan is next, so all ranks stop at the same one when the time is over. A plan that fails is recorded and the next one begins in the
+same process group; where it failed on some ranks only, hangs, or left a collective that no rank answers, `multi_gpu_guard` ends the job, which is
+started anew behind that plan.
 
 A plan's batches are built before its first step and repeated: device, host and links are scored here, the loader is elsewhere
 (`benchmarks.fidelity`). The last `TRACED` steps run under the profiler and are in no other figure.
@@ -26,7 +26,6 @@ import math
 import os
 import re
 import statistics
-import sys
 import threading
 import time
 import traceback
@@ -40,6 +39,7 @@ import torch.distributed as dist
 
 from benchmarks import results
 from benchmarks.fidelity_gpu import MEASURED, _empty
+from benchmarks.multi_gpu_guard import LIMIT, Guard
 from benchmarks.multi_gpu_space import PARTS, WARMING
 from costmodel.codec import content_hash, encode
 from costmodel.plan import Layout, Plan
@@ -56,7 +56,6 @@ from runtime.trainer import WARMUP_STEPS, Trainer
 # Seconds of measured steps that a run aims at, its bounds [steps], different batches that it repeats, traced steps.
 RUN_SECONDS, MIN_STEPS, MAX_STEPS, BATCHES, TRACED = 0.8, 8, 60, 3, 3
 SETTLING = 2  # steps after the warm-up that no figure holds
-AGAIN = 75
 # Of a rank's own ops: seconds in all and a point; of peer copies, before they are given up.
 OP_SECONDS, POINT_SECONDS, PEER_SECONDS = 36.0, 0.02, 25.0
 STACKS_EVERY = 40
@@ -173,17 +172,19 @@ def waiting(work: Path) -> dict[str, Plan]:
     return {name: Plan.load(work / name / "plan.json") for name in names if not (work / name / "run.json").exists()}
 
 
-def run_alone(work: Path, plans: dict[str, Plan], device: torch.device, *, until: float) -> None:
+def run_alone(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, *, until: float, steps: int | None) -> None:
     """This rank's share of the plans of one rank."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in [n for n in plans if plans[n].layout.world_size == 1][rank::world]:
         if time.time() < until:
-            found = _attempt(plans[name], device)
+            guard.begin(work / name)
+            found = _attempt(plans[name], device, steps=steps)
             _record(work / name, found if "failed" in found else _together([found]), 0)
+            guard.end()
 
 
-def run(work: Path, plans: dict[str, Plan], device: torch.device, *, until: float) -> int:
-    """Those of all ranks until the time is over; AGAIN where the job must be started anew for the rest."""
+def run(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, *, until: float, steps: int | None) -> None:
+    """Those of all ranks until the time is over."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), mesh.background_group()
     for name in plans:
         if (work / name / "started").exists():  # and did not end: the job before this one died of it
@@ -197,14 +198,21 @@ def run(work: Path, plans: dict[str, Plan], device: torch.device, *, until: floa
             break
         if rank == 0:
             (work / name / "started").touch()
-        found = _attempt(plans[name], device)
+        guard.begin(work / name)
+        found = _attempt(plans[name], device, steps=steps, failed=guard.failed)
         everyone: list[dict] = [{}] * world
         dist.all_gather_object(everyone, found, group=group)
-        failed = [f"rank {r}: {one['failed']}" for r, one in enumerate(everyone) if "failed" in one]
-        _record(work / name, {"failed": "; ".join(failed)} if failed else _together(everyone), rank)
-        if failed and not (len(failed) == world and len({one["failed"] for one in everyone}) == 1 and "memory" not in failed[0]):
-            return AGAIN  # communicators may hold what a peer never answers
-    return 0
+        if words := "; ".join(f"rank {r}: {one['failed']}" for r, one in enumerate(everyone) if "failed" in one):
+            guard.settle(words)
+            _come_together(device)
+        _record(work / name, {"failed": words} if words else _together(everyone), rank)
+        guard.end()
+
+
+def _come_together(device: torch.device) -> None:
+    """Returns where nothing that ranks have issued waits for an answer any more."""
+    dist.all_reduce(torch.zeros(1, device=device))
+    _empty(device)
 
 
 def _record(folder: Path, found: dict[str, Any], rank: int) -> None:
@@ -220,18 +228,21 @@ def _record(folder: Path, found: dict[str, Any], rank: int) -> None:
          f"{found['wall_s']:.1f} s")  # fmt: skip
 
 
-def _attempt(plan: Plan, device: torch.device) -> dict[str, Any]:
+def _attempt(plan: Plan, device: torch.device, *, steps: int | None, failed: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """What `execute` found, or `failed` with why; `failed` is told at once."""
     try:
-        return execute(plan, device)
+        found = execute(plan, device, steps=steps)
+        _empty(device)
+        return found
     except Exception as error:
         traceback.print_exc()
-        return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-    finally:
-        _empty(device)
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        failed(why)
+        return {"failed": why}
 
 
-def execute(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Trains a few steps; this rank's figures. Seconds unless the name says bytes.
+def execute(plan: Plan, device: torch.device, *, steps: int | None = None) -> dict[str, Any]:
+    """Trains a few steps, `steps` measured ones; this rank's figures. Seconds unless the name says bytes.
 
     steps: phases of every measured step; host: the main thread's; losses: of every step from the first one on; trace: of the traced steps, what
     `exposure` says and what the device did.
@@ -246,15 +257,16 @@ def execute(plan: Plan, device: torch.device) -> dict[str, Any]:
     ready = time.perf_counter() - begin
     expected = plan.prediction["step_time"]["value"]
     first = WARMUP_STEPS + SETTLING
-    trainer.train(first + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / expected))))
+    trainer.train(first + (steps or max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / expected)))))
     measured, _ = trainer.measured()
     assert measured is not None
+    trained = time.perf_counter() - begin
     memory = {name: value for name, value in encode(measured.memory_bytes).items() if value is not None}
     context = gpu.context_bytes() if cuda else None
-    steps, host = trainer.phases[first:], trainer.timer.host[first:]
+    phases, host = trainer.phases[first:], trainer.timer.host[first:]
     traced = _traced(trainer) if cuda else None
-    found = {"steps": steps, "host": host, "losses": trainer.losses, "memory_bytes": memory, "context_bytes": context, "trace": traced,
-             "ready_s": ready}
+    found = {"steps": phases, "host": host, "losses": trainer.losses, "memory_bytes": memory, "context_bytes": context, "trace": traced,
+             "ready_s": ready, "trained_s": trained}
     del trainer
     return {**found, "wall_s": time.perf_counter() - begin}
 
@@ -281,7 +293,8 @@ class Repeated:
 
 
 def _together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """One result of all ranks' figures: phases are means over ranks, the step the median of what they sum to, memory the largest rank's."""
+    """One result of all ranks' figures: phases are means over ranks, the step the median of what they sum to, memory the largest rank's; of traces
+    the first rank's keeps its events."""
     def mean(key: str) -> list[dict[str, float]]:
         return [{name: statistics.fmean(phases[name] for phases in ranks) for name in PHASES} for ranks in zip(*(one[key] for one in everyone))]
 
@@ -291,14 +304,14 @@ def _together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     steps, host = mean("steps"), mean("host")
     sums = [sum(step.values()) for step in steps]
     memory = {name: largest([one["memory_bytes"].get(name) for one in everyone]) for name in everyone[0]["memory_bytes"]}
-    traces = [one["trace"] for one in everyone]
+    traces = [{k: v for k, v in one["trace"].items() if k != "events" or not rank} if one["trace"] else None for rank, one in enumerate(everyone)]
     return {
         "step_s": statistics.median(sums), "steps_s": sums, "losses": everyone[0]["losses"], "memory_bytes": memory,
         "device_s": {name: statistics.median(step[name] for step in steps) for name in PHASES},
         "host_s": {name: statistics.median(step[name] for step in host) for name in PHASES},
         "exposed_s": statistics.fmean(t["exposed_s"] for t in traces) if all(traces) else None,
         "context_bytes": largest([one["context_bytes"] for one in everyone]), "traces": traces,
-        "ready_s": max(one["ready_s"] for one in everyone), "wall_s": max(one["wall_s"] for one in everyone),
+        **{key: max(one[key] for one in everyone) for key in ("ready_s", "trained_s", "wall_s")},
     }  # fmt: skip
 
 
@@ -323,7 +336,17 @@ def _traced(trainer: Trainer) -> dict[str, Any] | None:
     start = min(e.start_ns() for e in events)
     rows = [(names[e.name()], int(e.device_resource_id()), e.start_ns() - start, e.duration_ns()) for e in events]
     spans = [(e.name(), (e.start_ns() - start) * 1e-9, (e.start_ns() - start + e.duration_ns()) * 1e-9) for e in events]
-    return {**exposure(spans, steps=TRACED - 1, skipped=1), "names": list(names), "events": sorted(rows, key=lambda row: row[2])}
+    busiest = dict(sorted(_by_name(spans).items(), key=lambda item: -item[1])[:40])
+    return {**exposure(spans, steps=TRACED - 1, skipped=1), "kernels_s": busiest, "names": list(names),
+            "events": sorted(rows, key=lambda row: row[2])}
+
+
+def _by_name(spans: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Seconds of a traced step by name, whatever runs beside."""
+    found: dict[str, float] = {}
+    for name, begin, end in spans:
+        found[name[:80]] = found.get(name[:80], 0.0) + (end - begin) / TRACED
+    return found
 
 
 def exposure(events: list[tuple[str, float, float]], *, steps: int, skipped: int = 0) -> dict[str, float]:
@@ -363,31 +386,30 @@ def _say(text: str, rank: int = 0) -> None:
         print(text, flush=True)
 
 
-def _parts(parts: list[str], work: Path, device: torch.device, *, until: float, op_seconds: float) -> int:
-    rank, world, code = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
-    plans = waiting(work)
+def _parts(options: argparse.Namespace, device: torch.device) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    parts, work, until = options.parts, options.work, options.until
+    plans, guard = waiting(work), Guard(rank, limit=options.plan_seconds)
     if rank == 0:
         (work / MEASURED).write_text(json.dumps(results.stamped()) + "\n")
     while (work / WARMING).exists() and time.time() < until:
         time.sleep(0.1)
     if "ops" in parts and device.type == "cuda":
         subjects = [Plan.load(path) for path in sorted((work / "subjects").glob("*.json"))]
-        own_ops(work, subjects[rank::world], device, rank, until=min(until, time.time() + op_seconds))
+        own_ops(work, subjects[rank::world], device, rank, until=min(until, time.time() + options.op_seconds))
     if "alone" in parts:
-        run_alone(work, plans, device, until=until)
+        run_alone(work, plans, device, guard, until=until, steps=options.steps)
     if not {"collectives", "plans", "links"} & set(parts):
-        return 0
+        return
     mesh.start(device)
     job = Calibrating(work, mesh.build_meshes(Layout(fsdp=world, sparse_group=world), device), device)
     if "collectives" in parts:
         calibrate(job)
     if "plans" in parts:
-        code = run(work, plans, device, until=until)
-    if "links" in parts and not code:
+        run(work, plans, device, guard, until=until, steps=options.steps)
+    if "links" in parts:
         links(job)
-    if not code:
-        mesh.leave()
-    return code
+    mesh.leave()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -398,6 +420,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--op-seconds", type=float, default=OP_SECONDS)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--until", type=float, default=math.inf, help="seconds of the epoch after which nothing new begins")
+    parser.add_argument("--steps", type=int, help="measured steps of a plan (default: about a second of them)")
+    parser.add_argument("--plan-seconds", type=float, default=LIMIT, help="that a plan may take before the job is started anew behind it")
     options = parser.parse_args(arguments)
     faulthandler.dump_traceback_later(STACKS_EVERY, repeat=True)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if options.device == "cuda" else torch.device("cpu")
@@ -407,12 +431,9 @@ def main(arguments: list[str] | None = None) -> int:
         plan = Plan.load(options.warm)
         Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device).train(2)
         return 0
-    code = _parts(options.parts, options.work, device, until=options.until, op_seconds=options.op_seconds)
+    _parts(options, device)
     faulthandler.cancel_dump_traceback_later()
-    if code:
-        sys.stdout.flush()
-        os._exit(code)
-    return code
+    return 0
 
 
 if __name__ == "__main__":
