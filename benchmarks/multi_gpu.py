@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import multi_gpu_report
@@ -79,7 +80,7 @@ def without_loader(calibration: Calibration) -> Calibration:
 
 
 def predict(work: Path, device: str, calibration: Calibration, *, search_seconds: float = SEARCH_SECONDS) -> list[str]:
-    """Writes every plan that has no result with its prediction, and plans.json: their names, most wanted first."""
+    """Writes every plan that has no result with its prediction, plans.json (their names, most wanted first), and W/warm, the plans of `warm`."""
     made = space.plans(device, RANKS)
     known = without_loader(calibration)
     for name, plan in (made | choices(device, known, seconds=search_seconds)).items():
@@ -88,6 +89,7 @@ def predict(work: Path, device: str, calibration: Calibration, *, search_seconds
         if not (folder / "run.json").exists():
             prints = {**plan.expected_fingerprints(), "calibration": calibration.fingerprint}
             dataclasses.replace(plan, prediction=encode(estimate(plan, known)), fingerprints=prints).save(folder / "plan.json")
+    _save_numbered(work / "warm", space.warm_plans(device))
     names = list(made)
     at = names.index("full-ddp")
     names[at:at] = multi_gpu_report.CHOICES
@@ -112,13 +114,12 @@ def choices(device: str, calibration: Calibration, *, seconds: float) -> dict[st
 
 def warm(work: Path, device: str) -> threading.Thread:
     """Begins to compile every kernel of the plans, in processes of their own; launches wait until `WARMING` is gone. Returns who waits for them."""
-    (work / "warm").mkdir(parents=True, exist_ok=True)
+    if not (work / "warm").exists():
+        _save_numbered(work / "warm", space.warm_plans(device))
     (work / WARMING).touch()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(RANKS)))).split(",")
     children = []
-    for i, plan in enumerate(space.warm_plans(device)):
-        path = work / "warm" / f"{i}.json"
-        plan.save(path)
+    for i, path in enumerate(sorted((work / "warm").glob("*.json"))):
         command = [sys.executable, "-m", MODULE, "--device", device, "--warm", str(path)]
         variables = {**os.environ, **SAFE, "CUDA_VISIBLE_DEVICES": visible[i % len(visible)]}
         children.append(subprocess.Popen(command, env=variables))
@@ -138,6 +139,18 @@ def warm(work: Path, device: str) -> threading.Thread:
     return thread
 
 
+def _save_numbered(folder: Path, plans: Iterable[Plan]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, plan in enumerate(plans):
+        plan.save(folder / f"{i}.json")
+
+
+def cluster_of(work: Path, device: str) -> Cluster:
+    """The cluster of the plans in `work`, or of the scenario where there are none yet."""
+    found = next(iter(sorted(work.glob("*/plan.json"))), None)
+    return Plan.load(found).cluster if found is not None else space.scenario("full", device, RANKS).cluster
+
+
 def run(work: Path, device: str, cluster: Cluster, *, seconds: float, parts: tuple[str, ...] = RUNS,
         extra: tuple[str, ...] = ()) -> None:
     """Launches until every plan has a result or the time is over; a launch after a failed plan continues behind it."""
@@ -153,9 +166,7 @@ def run(work: Path, device: str, cluster: Cluster, *, seconds: float, parts: tup
 def start(parts: tuple[str, ...], work: Path, device: str, cluster: Cluster, *, until: float, extra: tuple[str, ...] = ()) -> int:
     """torchrun on all ranks; its output goes to W/ranks.log and here."""
     if "ops" in parts:
-        (work / "subjects").mkdir(exist_ok=True)
-        for i, plan in enumerate(space.calibration_plans(device)):
-            plan.save(work / "subjects" / f"{i}.json")
+        _save_numbered(work / "subjects", space.calibration_plans(device))
     arguments = [*parts, "--work", str(work), "--device", device, "--until", str(until), *extra]
     command = launch.torchrun_command(MODULE, arguments, ranks_per_host=RANKS)
     variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **launch.environment(cluster), **SAFE,
@@ -198,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     if stage == "all" and not options.resume and work.exists() and any(work.iterdir()):
         raise SystemExit(f"{work} is not empty; --resume continues there, another --work starts afresh")
     work.mkdir(parents=True, exist_ok=True)
-    cluster = space.scenario("full", device, RANKS).cluster
+    cluster = cluster_of(work, device)
     passed = {"--op-seconds": options.op_seconds, "--steps": options.steps, "--plan-seconds": options.plan_seconds}
     extra = tuple(word for name, value in passed.items() if value is not None for word in (name, str(value)))
     if options.warm or stage == "warm":

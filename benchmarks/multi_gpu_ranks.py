@@ -51,6 +51,7 @@ from runtime.data import open_source
 from runtime.microbench import collectives, contention, exchange, gpu, peercopy
 from runtime.microbench.__main__ import Session
 from runtime.microbench.environment import environment
+from runtime.microbench.warm import run_blocks
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Seconds of measured steps that a run aims at, its bounds [steps], different batches that it repeats, traced steps.
@@ -58,7 +59,7 @@ RUN_SECONDS, MIN_STEPS, MAX_STEPS, BATCHES, TRACED = 0.8, 8, 60, 3, 3
 SETTLING = 2  # steps after the warm-up that no figure holds
 # Of a rank's own ops: seconds in all and a point; of peer copies, before they are given up.
 OP_SECONDS, POINT_SECONDS, PEER_SECONDS = 36.0, 0.02, 25.0
-STACKS_EVERY = 40
+STACKS_EVERY = 20
 
 
 # --- calibrate ---
@@ -424,12 +425,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plan-seconds", type=float, default=LIMIT, help="that a plan may take before the job is started anew behind it")
     options = parser.parse_args(arguments)
     faulthandler.dump_traceback_later(STACKS_EVERY, repeat=True)
+    begin = time.perf_counter()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if options.warm is not None:
         plan = Plan.load(options.warm)
         Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device).train(2)
+        run_blocks(plan, device)  # of even lengths, too: integers divisible by 16 get kernels of their own
+        print(f"warm {options.warm.stem}: {time.perf_counter() - begin:.1f} s", flush=True)
         return 0
     _parts(options, device)
     faulthandler.cancel_dump_traceback_later()

@@ -12,13 +12,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from costmodel.cluster import Cluster
 from costmodel.model import Model
 from costmodel.plan import Layout, Plan, RegionPlan, TablePlacement
 from costmodel.regions import default_region_plans
 from costmodel.workload import EventSource, Workload
-from planner.scenario import ResolvedScenario, load_scenario
+
+if TYPE_CHECKING:
+    from planner.scenario import ResolvedScenario
 
 SCENARIOS = {"full": "scenarios/gem-2xh200.yaml", "tables": "scenarios/gem-2xh200-tables.yaml"}
 # fp32 on tensor cores' slow side: a twelfth of the batch takes about as long.
@@ -30,7 +33,10 @@ TINY_BATCH = {"full": 8, "tables": 16, "full-fp32": 8}
 
 @functools.cache
 def scenario(subject: str, device: str, ranks: int = 2) -> ResolvedScenario:
-    """What the search of a subject is asked: on `ranks` GPUs, or shrunk on so many CPU ranks."""
+    """What the search of a subject is asked: on `ranks` GPUs, or shrunk on so many CPU ranks. Needs what reads scenarios, which a GPU machine may
+    lack."""
+    from planner.scenario import load_scenario
+
     found = load_scenario(SCENARIOS[subject], with_variants=False)
     if device == "cuda":
         return dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, devices_per_host=ranks))
@@ -71,16 +77,19 @@ def calibration_plans(device: str) -> list[Plan]:
 
 
 def warm_plans(device: str) -> list[Plan]:
-    """Plans of one rank and a few samples that together launch every kernel of the declared ones: a layer each, so that all compile at once."""
+    """Plans of one rank and a rank's share of a batch that together launch every kernel of the declared ones: a layer each, so that all compile at
+    once."""
     full, tables = (scenario(name, device) for name in SCENARIOS)
     layers = [layer for s in full.model.sequences for layer in s.layers]
     models = [_few_rows(dataclasses.replace(full.model, sequences=tuple(dataclasses.replace(s, layers=(layer,)) for s in full.model.sequences),
                                             interaction_layers=(), feature_dim=0)) for layer in layers]
     first = tuple(dataclasses.replace(s, layers=s.layers[:1]) for s in full.model.sequences)
     models.append(_few_rows(dataclasses.replace(full.model, sequences=first)))
-    made = [(m, full, p) for p in ("bf16", "fp32") for m in models] + [(_few_rows(tables.model), tables, "bf16")]
-    return [_plan(model, dataclasses.replace(found.workload, global_batch=16), found.cluster, Layout(), precision=precision)
-            for model, found, precision in made]
+    share = {name: plan.local_batch for name, plan in plans(device).items()}
+    made = [(m, full, p, share[name]) for p, name in (("bf16", "full-fsdp"), ("fp32", "full-fp32-fsdp")) for m in models]
+    made.append((_few_rows(tables.model), tables, "bf16", share["tables-fsdp"]))
+    return [_plan(model, dataclasses.replace(found.workload, global_batch=batch), found.cluster, Layout(), precision=precision)
+            for model, found, precision, batch in made]
 
 
 def _few_rows(model: Model) -> Model:
