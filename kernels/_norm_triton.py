@@ -323,10 +323,11 @@ def _norm_quantize_square_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "programs"])
 def _norm_backward_kernel(
-    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows, programs,
-    dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LAYERNORM: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
+    grad_ptr, x_ptr, scales_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, num_rows, programs,
+    dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, LAYERNORM: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """Rows of tiles pid, pid + programs, ...; partial sums of the weight's and the bias' gradient at the end."""
+    """Rows of tiles pid, pid + programs, ...; partial sums of the weight's and the bias' gradient at the end. SCALED: x is e4m3 with row scales."""
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_D)
     weight = tl.load(weight_ptr + cols, mask=cols < dim, other=0.0).to(ACC)
@@ -337,6 +338,8 @@ def _norm_backward_kernel(
         x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(ACC)
         grad = _load(grad_ptr, rows, cols, num_rows, dim, EVEN).to(ACC)
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
+        if SCALED:
+            x *= tl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
         if LAYERNORM:
             x -= tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
             if not EVEN:
@@ -430,19 +433,20 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, lay
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, layernorm: bool
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, layernorm: bool, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """scales: of the rows of x, which is e4m3 then."""
     grad, x = grad.contiguous(), x.contiguous()
     num_rows, dim = x.shape
     rows, block_d, warps = _shape(dim, BACKWARD_ELEMENTS_PER_THREAD)
-    dx = torch.empty_like(x)
+    dx = torch.empty_like(x) if scales is None else torch.empty_like(grad)
     programs = min(max(1, BACKWARD_WARPS_PER_SM // warps) * _num_sms(x.device), max(1, triton.cdiv(num_rows, rows)))
     partial = torch.empty((2 if layernorm else 1, programs, dim), dtype=rstd.dtype, device=x.device)
     accumulate = tl.float64 if x.dtype == torch.float64 else tl.float32
     kinds = (grad.dtype, x.dtype, weight.dtype)
     launch(
-        _norm_backward_kernel, programs, (grad, x, weight.contiguous(), mean, rstd, dx, partial, num_rows, programs),
-        (dim, rows, block_d, layernorm, _even(x, rows, block_d), accumulate), num_warps=warps, key=(*kinds, mean is None),
+        _norm_backward_kernel, programs, (grad, x, scales, weight.contiguous(), mean, rstd, dx, partial, num_rows, programs),
+        (dim, rows, block_d, layernorm, scales is not None, _even(x, rows, block_d), accumulate), num_warps=warps, key=(*kinds, mean is None),
     )  # fmt: skip
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     d_bias = torch.empty_like(d_weight) if layernorm else weight.new_empty(0)

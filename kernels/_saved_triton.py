@@ -7,7 +7,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._launch import launch
-from kernels._norm_triton import ELEMENTS_PER_THREAD, _even, _fp32_scale, _load, _magnitude_bits, _shape, _store, _to_e4m3
+from kernels._norm_triton import (
+    ELEMENTS_PER_THREAD,
+    _columns,
+    _even,
+    _fp32_scale,
+    _load,
+    _magnitude_bits,
+    _shape,
+    _store,
+    _to_e4m3,
+    norm_backward,
+)
 from kernels.saved import MX4_BLOCK, MX4_EXPONENT
 
 _BLOCK = tl.constexpr(MX4_BLOCK)
@@ -27,6 +38,39 @@ def _restore_rows_kernel(values_ptr, scales_ptr, out_ptr, num_rows, dim: tl.cons
         values = tl.load(values_ptr + place, mask=(rows < num_rows)[:, None] & (cols < dim)[None, :], other=0.0)
     scales = tl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)
     _store(out_ptr, (values.to(tl.float32) * scales[:, None]).to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_rows_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, num_rows, eps, dim: tl.constexpr,
+                      ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KEEP: tl.constexpr, EVEN: tl.constexpr):
+    """LayerNorm of rows, which are quantised on the way if KEEP."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32)
+    if KEEP:
+        scale, inverse = _fp32_scale(tl.max(_magnitude_bits(x), axis=1))
+        tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
+        _store(values_ptr, _to_e4m3(x * inverse[:, None], rows, cols, 0, False), rows, cols, num_rows, dim, EVEN)
+    mean = tl.sum(x, axis=1) / dim
+    x -= mean[:, None]
+    if not EVEN:
+        x = tl.where((cols < dim)[None, :], x, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
+    tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    y = x * _columns(weight_ptr, rows, cols, dim, EVEN, tl.float32) * rstd[:, None] + _columns(bias_ptr, rows, cols, dim, EVEN, tl.float32)
+    _store(out_ptr, y.to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_restore_kernel(values_ptr, scales_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, out_ptr, num_rows, dim: tl.constexpr,
+                         ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols, inside = tl.arange(0, BLOCK_D), rows < num_rows
+    x = _load(values_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32) * tl.load(scales_ptr + rows, mask=inside, other=0.0)[:, None]
+    x_hat = (x - tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]) * tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
+    y = x_hat * _columns(weight_ptr, rows, cols, dim, EVEN, tl.float32) + _columns(bias_ptr, rows, cols, dim, EVEN, tl.float32)
+    _store(out_ptr, y.to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
 
 
 @triton.jit
@@ -135,6 +179,36 @@ def _gelu_restored(values: Tensor, scales: Tensor, grad: Tensor | None, out: Ten
         launch(_gelu_restored_kernel, triton.cdiv(num_rows, rows), (values, scales, grad, out, num_rows),
                (dim, rows, block_d, _even(values, rows, block_d), grad is not None), num_warps=warps, key=out.dtype)
     return out
+
+
+def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    num_rows, dim = x.shape
+    fp32 = dict(dtype=torch.float32, device=x.device)
+    out, kept = torch.empty_like(x), (num_rows, dim) if keep else (0, dim)
+    values, scales = torch.empty(kept, dtype=torch.float8_e4m3fn, device=x.device), torch.empty((kept[0], 1), **fp32)
+    mean, rstd = torch.empty(num_rows, **fp32), torch.empty(num_rows, **fp32)
+    rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
+    if num_rows:
+        launch(_norm_rows_kernel, triton.cdiv(num_rows, rows),
+               (x, weight.contiguous(), bias.contiguous(), out, values, scales, mean, rstd, num_rows, eps),
+               (dim, rows, block_d, keep, _even(x, rows, block_d)), num_warps=warps, key=(x.dtype, weight.dtype))
+    return out, values, scales, mean, rstd
+
+
+def norm_restore(values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
+    num_rows, dim = values.shape
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
+    if num_rows:
+        launch(_norm_restore_kernel, triton.cdiv(num_rows, rows),
+               (values, scales, weight.contiguous(), bias.contiguous(), mean, rstd, out, num_rows),
+               (dim, rows, block_d, _even(values, rows, block_d)), num_warps=warps, key=(dtype, weight.dtype))
+    return out
+
+
+def norm_gradient(values: Tensor, scales: Tensor, grad: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return norm_backward(grad, values, weight, mean, rstd, True, scales)
 
 
 def to_mx4(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
     rows    values e4m3 `(T, D)` times scales fp32 `(T, 1)`, rounded once to the dtype asked for
     MX4     e2m1, two to a byte, with an E8M0 scale per 32 consecutive elements: `(ceil(n / 32) * 16,)` and `(ceil(n / 32),)` uint8
 
-GELU (of erf) can keep its input as rows in the pass that computes it; its gradient and its output are then those of the restored input.
+GELU (of erf) and LayerNorm can keep their input as rows in the pass that computes them; their gradients and their outputs are then those of the
+restored input, a norm's with the statistics of the exact one.
 """
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import _fp8
-from kernels.norm_quant import quantize
+from kernels.norm_quant import norm_backward, quantize
 
 MX4_BLOCK = 32
 MX4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -41,6 +42,22 @@ def gelu_restore(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def gelu_gradient(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
     """`grad` times the derivative of GELU at the restored rows, in grad's dtype."""
     return torch.ops.planner_kernels.gelu_gradient(values, scales, grad)
+
+
+def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, keep: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(LayerNorm of `x (T, D)` in its dtype, e4m3 rows of x, their scales `(T, 1)`, mean and 1 / sigma of its rows `(T,)` fp32), in one pass.
+    Without `keep` rows and scales are empty."""
+    return torch.ops.planner_kernels.norm_rows(x.detach(), weight.detach(), bias.detach(), eps, keep)
+
+
+def norm_restore(values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor, *, mean: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
+    """LayerNorm of the restored rows with the given statistics, in `dtype`."""
+    return torch.ops.planner_kernels.norm_restore(values, scales, weight.detach(), bias.detach(), mean, rstd, dtype)
+
+
+def norm_gradient(values: Tensor, scales: Tensor, grad: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `norm_rows` for x, weight and bias, in the dtypes of `grad` and `weight`."""
+    return torch.ops.planner_kernels.norm_gradient(values, scales, grad, weight.detach(), mean, rstd)
 
 
 def to_mx4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,6 +88,29 @@ def _gelu_gradient_cpu(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
     x = _fp8.from_e4m3(values) * scales
     below = 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
     return (grad.float() * (below + x * torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi)))).to(grad.dtype)
+
+
+def _norm_rows_cpu(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out, mean, rstd = torch.native_layer_norm(x, x.shape[1:], weight, bias, eps)
+    made = quantize(x if keep else x[:0], scaling="rowwise")
+    return out, made.values, made.scales, mean.flatten().float(), rstd.flatten().float()
+
+
+def _norm_restore_cpu(values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
+    x_hat = (_fp8.from_e4m3(values) * scales - mean.unsqueeze(1)) * rstd.unsqueeze(1)
+    return (x_hat * weight.float() + bias.float()).to(dtype)
+
+
+def _norm_gradient_cpu(values: Tensor, scales: Tensor, grad: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dx, d_weight, d_bias = norm_backward(grad.float(), _fp8.from_e4m3(values) * scales, weight, rstd=rstd, mean=mean, kind="layernorm")
+    assert d_bias is not None
+    return dx.to(grad.dtype), d_weight, d_bias
+
+
+def _norm_rows_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, fp32 = x.shape[0] if keep else 0, dict(dtype=torch.float32)
+    return (torch.empty_like(x), x.new_empty((rows, x.shape[1]), dtype=torch.float8_e4m3fn), x.new_empty((rows, 1), **fp32),
+            x.new_empty(x.shape[0], **fp32), x.new_empty(x.shape[0], **fp32))
 
 
 def _gelu_rows_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,6 +162,9 @@ _LIBRARY.define("restore_rows(Tensor values, Tensor scales, ScalarType dtype) ->
 _LIBRARY.define("gelu_rows(Tensor x) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define("gelu_restore(Tensor values, Tensor scales, ScalarType dtype) -> Tensor")
 _LIBRARY.define("gelu_gradient(Tensor values, Tensor scales, Tensor grad) -> Tensor")
+_LIBRARY.define("norm_rows(Tensor x, Tensor weight, Tensor bias, float eps, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define("norm_restore(Tensor values, Tensor scales, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, ScalarType dtype) -> Tensor")
+_LIBRARY.define("norm_gradient(Tensor values, Tensor scales, Tensor grad, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define("to_mx4(Tensor x) -> (Tensor, Tensor)")
 _LIBRARY.define("from_mx4(Tensor codes, Tensor scales, int numel, ScalarType dtype) -> Tensor")
 for _name, _cpu, _fake in (
@@ -129,6 +172,10 @@ for _name, _cpu, _fake in (
         ("gelu_rows", _gelu_rows_cpu, _gelu_rows_fake),
         ("gelu_restore", _gelu_restore_cpu, lambda values, scales, dtype: values.new_empty(values.shape, dtype=dtype)),
         ("gelu_gradient", _gelu_gradient_cpu, lambda values, scales, grad: torch.empty_like(grad)),
+        ("norm_rows", _norm_rows_cpu, _norm_rows_fake),
+        ("norm_restore", _norm_restore_cpu, lambda values, scales, weight, bias, mean, rstd, dtype: values.new_empty(values.shape, dtype=dtype)),
+        ("norm_gradient", _norm_gradient_cpu, lambda values, scales, grad, weight, mean, rstd: (
+            torch.empty_like(grad), torch.empty_like(weight), torch.empty_like(weight))),
         ("to_mx4", _to_mx4_cpu, _to_mx4_fake), ("from_mx4", _from_mx4_cpu, lambda codes, scales, numel, dtype: codes.new_empty(numel, dtype=dtype))):
     _LIBRARY.impl(_name, _cpu, "CPU")
     _LIBRARY.impl(_name, functools.partial(lambda name, *args: _on_cuda(name)(*args), _name), "CUDA")

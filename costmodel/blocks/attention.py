@@ -1,8 +1,6 @@
 """Sequence blocks around jagged self-attention: pre-norm transformer blocks (softmax, GDPA, blocks of events) and HSTU (docs/model.md, section 1)."""
 from __future__ import annotations
 
-import dataclasses
-
 from costmodel.blocks.base import (
     CHEAP,
     DROPPED,
@@ -13,6 +11,7 @@ from costmodel.blocks.base import (
     Saved,
     SequenceBlock,
     activation_dtype,
+    kept_in_8_bits,
     linear_parameters,
     norm_parameters,
     norm_saved,
@@ -69,7 +68,7 @@ class SelfAttention(SequenceBlock):
             Saved("out", rows * dim, DROPPED, rows=rows),
         )
         if not mlp:
-            return own
+            return kept_in_8_bits(own, stored=("norm.input",), again=("qkv.input",))
         tensors = (
             *own,
             *norm_saved("mlp_norm", rows, dim, CHEAP),
@@ -78,8 +77,7 @@ class SelfAttention(SequenceBlock):
             Saved("down.input", rows * mlp, CHEAP, rows=rows),
             Saved("down", rows * dim, DROPPED, rows=rows),
         )
-        treated = {"qkv.input": "again", "up.input": "again", "down.input": "again", "up": "stored"}
-        return tuple(dataclasses.replace(t, in_8_bits=treated.get(t.name, "wide")) for t in tensors)  # type: ignore[arg-type]
+        return kept_in_8_bits(tensors, stored=("norm.input", "mlp_norm.input", "up"), again=("qkv.input", "up.input", "down.input"))
 
 
 class Gdpa(SelfAttention):
@@ -150,7 +148,7 @@ class Hstu(SequenceBlock):
 
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         rows, dim, width = self.shape(batch).tokens, self.dim, self.width
-        return (
+        tensors = (
             *norm_saved("norm", rows, dim, INPUT),
             Saved("uvqk.input", rows * dim, CHEAP, rows=rows),
             Saved("uvqk", rows * 4 * width, MATRIX, rows=4 * rows),
@@ -158,3 +156,4 @@ class Hstu(SequenceBlock):
             Saved("out.input", rows * 3 * width, CHEAP, rows=rows),
             Saved("out", rows * dim, DROPPED, rows=rows),
         )
+        return kept_in_8_bits(tensors, stored=("norm.input",), again=("uvqk.input",), made=("out.input",))

@@ -6,8 +6,8 @@ Checkpoint policies, as the runtime executes them:
     selective  the block's input and the outputs of matrix ops (linear, attention) stay; norms, activations and elementwise ops run again
     full       only the block's input stays; the whole forward runs again
     quantized  as none, but every saved tensor of the activation dtype is stored in 8 bits with an fp32 scale per row, quantised in forward and
-               restored in backward; of a block with a GELU feed-forward part only GELU's input is, inputs of linear layers behind norms and
-               GELU are computed again, and the rest stays in 16 bits. `quantized4`: all in 4 bits with an 8-bit scale per 32 elements (MX4)
+               restored in backward; of a block with LayerNorms over events only the inputs of norms and of GELU are, inputs of linear layers
+               behind those are computed again, and the rest stays in 16 bits. `quantized4`: all in 4 bits with an 8-bit scale per 32 elements (MX4)
 
 A saved tensor has a level: INPUT stays under every policy, MATRIX under none and selective, CHEAP under none only, DROPPED only under selective (a
 matrix op's output that backward itself does not need, kept because the policy is by op). A tensor that two ops save is counted once; a block counts
@@ -19,14 +19,14 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Literal
 
 import numpy as np
 
 from costmodel.codec import suggest
 from costmodel.model import LayerGroup
-from costmodel.ops import FORWARD, Op, dtype_bytes, layer_norm, op
+from costmodel.ops import FORWARD, Op, dtype_bytes, op
 from costmodel.workload import Lengths
 
 INPUT, MATRIX, CHEAP, DROPPED = "input", "matrix", "cheap", "dropped"
@@ -159,14 +159,14 @@ class BatchShape:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Saved:
     """A tensor that autograd keeps: elements, level, and bytes an element (None: the activation dtype's). `rows` share a scale if quantised.
-    `in_8_bits`: what the policy `quantized` does with it."""
+    `in_8_bits`: what the policy `quantized` does with it; `again` in the pass that restores a stored one, `made` in one of its own."""
 
     name: str
     elements: float
     level: str
     bytes_each: float | None = None
     rows: float = 0.0
-    in_8_bits: Literal["stored", "again", "wide"] = "stored"
+    in_8_bits: Literal["stored", "again", "made", "wide"] = "stored"
 
 
 def activation_dtype(precision: str) -> str:
@@ -248,10 +248,8 @@ class Block(abc.ABC):
             stored = [t for t in self.saved_tensors(batch) if t.level in _KEPT[policy] and t.bytes_each is None and np.any(t.rows)]
             if policy == "quantized4" or all(t.in_8_bits == "stored" for t in stored):
                 return tuple(op("quantize", m=t.rows, n=t.elements / t.rows, dtype=low, count=2) for t in stored)
-            # GELU's passes move 3 bytes an element more, as a quantisation does; a norm runs again for each linear layer behind one
-            return tuple(op("quantize", m=t.rows, n=t.elements / t.rows, dtype=low) if t.in_8_bits == "stored" else
-                         layer_norm(t.rows, t.elements / t.rows, low) for t in stored
-                         if t.in_8_bits == "stored" or (t.in_8_bits == "again" and t.name != "down.input"))
+            # passes of norms and of GELU move 3 bytes an element more than without, as a quantisation does
+            return tuple(op("quantize", m=t.rows, n=t.elements / t.rows, dtype=low) for t in stored if t.in_8_bits in ("stored", "made"))
         if policy not in _KEPT:
             raise ValueError(f"unknown checkpoint policy {policy!r}{suggest(policy, _KEPT)}")
         return tuple(op for op in forward or self.forward(batch, precision) if policy == "full" or op.kind not in MATRIX_OPS)
@@ -343,6 +341,14 @@ def norm_parameters(name: str, width: int) -> tuple[tuple[str, tuple[int, ...]],
 
 def linear_parameters(name: str, inputs: int, outputs: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return ((f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,)))
+
+
+def kept_in_8_bits(tensors: Iterable[Saved], *, stored: Container[str], again: Container[str], made: Container[str] = ()) -> tuple[Saved, ...]:
+    """The tensors of a block with LayerNorms over events as `quantized` treats them, by name; those not named stay in 16 bits."""
+    def treated(name: str) -> str:
+        return "stored" if name in stored else "again" if name in again else "made" if name in made else "wide"
+
+    return tuple(dataclasses.replace(t, in_8_bits=treated(t.name)) for t in tensors)  # type: ignore[arg-type]
 
 
 def norm_saved(name: str, rows: float, width: float, level: str) -> tuple[Saved, ...]:

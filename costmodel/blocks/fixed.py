@@ -16,6 +16,7 @@ from costmodel.blocks.base import (
     JaggedShape,
     Saved,
     activation_dtype,
+    kept_in_8_bits,
     linear_parameters,
     norm_parameters,
     norm_saved,
@@ -80,8 +81,9 @@ class Summary(Block):
 
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         rows = self.shape(batch).tokens
-        return (*norm_saved("norm", rows, self.dim, INPUT), Saved("linear.input", batch.samples * 2 * self.dim, CHEAP, rows=batch.samples),
-                Saved("linear", batch.samples * self.dim, DROPPED, rows=batch.samples))
+        tensors = (*norm_saved("norm", rows, self.dim, INPUT), Saved("linear.input", batch.samples * 2 * self.dim, CHEAP, rows=batch.samples),
+                   Saved("linear", batch.samples * self.dim, DROPPED, rows=batch.samples))
+        return kept_in_8_bits(tensors, stored=("norm.input",), again=())
 
 
 class Mlp(Block):

@@ -15,6 +15,7 @@ from costmodel.blocks.base import (
     LayerBlock,
     Saved,
     activation_dtype,
+    kept_in_8_bits,
     linear_parameters,
     norm_parameters,
     norm_saved,
@@ -198,7 +199,7 @@ class InterFormer(InteractionBlock):
                     Saved(f"{name}.linear", rows * count * d, MATRIX, rows=rows * count),
                     Saved(f"{name}.sigmoid", rows * count * d, CHEAP, rows=rows * count))
 
-        return (
+        tensors = (
             Saved("input", rows * self.num_tokens * d, INPUT, rows=rows),
             *gate("feature_gate", summary, MATRIX),
             *norm_saved("personal_norm", tokens, dim, INPUT),
@@ -225,3 +226,5 @@ class InterFormer(InteractionBlock):
             Saved("recent", rows * recent * d, DROPPED, rows=rows),
             *gate("sequence_gate", read + recent, CHEAP),
         )
+        return kept_in_8_bits(tensors, stored=("personal_norm.input", "attention_norm.input"), again=("personal_query.input", "qkv.input"),
+                              made=("summary_kv.input",))

@@ -12,6 +12,7 @@ from costmodel.blocks.base import (
     LayerBlock,
     Saved,
     activation_dtype,
+    kept_in_8_bits,
     linear_parameters,
     norm_parameters,
     norm_saved,
@@ -66,7 +67,7 @@ class Pma(LayerBlock):
 
     def saved_tensors(self, batch: BatchShape) -> tuple[Saved, ...]:
         tokens, rows = self.shape(batch).tokens, batch.samples
-        return (
+        tensors = (
             *norm_saved("norm", tokens, self.dim, INPUT),
             Saved("kv.input", tokens * self.dim, CHEAP, rows=tokens),
             Saved("kv", tokens * 2 * self.width, MATRIX, rows=tokens),
@@ -76,3 +77,4 @@ class Pma(LayerBlock):
             Saved("project.input", rows * (self.read_width + self.dim), CHEAP, rows=rows),
             Saved("project", rows * self.dim, DROPPED, rows=rows),
         )
+        return kept_in_8_bits(tensors, stored=("norm.input",), again=("kv.input",))

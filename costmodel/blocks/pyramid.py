@@ -1,6 +1,8 @@
 """A level of a pyramid over a history: parallel modules on its newest events (docs/model.md, section 1)."""
 from __future__ import annotations
 
+import dataclasses
+
 from costmodel.blocks.attention import BlockAttention, Gdpa, Hstu, SelfAttention
 from costmodel.blocks.base import INPUT, BatchShape, Saved, SequenceBlock, activation_dtype
 from costmodel.blocks.llama import Llama
@@ -67,5 +69,8 @@ class Pyramid(SequenceBlock):
         """The branches share their input; of the copy its row numbers stay."""
         rows = self.shape(batch).tokens
         kept = (Saved("newest.rows", rows, INPUT, 8.0),) if self.group.newest is not None else ()
-        return (*kept, Saved("input", rows * self.dim, INPUT, rows=rows),
-                *(t for branch in self.branches for t in branch.saved_tensors(batch) if t.level != INPUT))
+        tensors = (t for branch in self.branches for t in branch.saved_tensors(batch) if t.level != INPUT)
+        if any(not isinstance(branch, Llama) for branch in self.branches):  # its norms are not those that keep their input in 8 bits
+            tensors = (dataclasses.replace(t, in_8_bits="wide") if isinstance(branch, Llama) else t
+                       for branch in self.branches for t in branch.saved_tensors(batch) if t.level != INPUT)
+        return (*kept, Saved("input", rows * self.dim, INPUT, rows=rows), *tensors)

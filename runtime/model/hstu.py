@@ -35,5 +35,9 @@ class HSTU(nn.Module):
         q_THd, k_THd, v_THd = (t.unflatten(1, (self.heads, self.head_dim)) for t in (q, k, v))
         a = gdpa(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, activation="silu", divisor=self.divisor,
                  causal=self.causal, window=self.window).flatten(1)
+        return x_TD + self.out(self.gate(u, a))
+
+    def gate(self, u_TW: Tensor, a_TW: Tensor) -> Tensor:
+        """`(T, 3 W)`."""
         norm = self.attention_norm
-        return x_TD + self.out(gated_concat(u, a, norm.weight, norm.bias, eps=norm.eps))
+        return gated_concat(u_TW, a_TW, norm.weight, norm.bias, eps=norm.eps)

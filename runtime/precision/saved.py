@@ -3,12 +3,12 @@
     quantized    e4m3 with an fp32 scale a row (the first dimension is the rows)
     quantized4   MX4: e2m1, two to a byte, with an E8M0 scale per 32 consecutive elements
 
-A feed-forward part (LayerNorm, Linear, GELU, Linear) under `quantized` takes less: of GELU only the input is kept, as rows, written in the pass that
-computes it; GELU's output and the norms' outputs, which linear layers keep, are computed again; what else the block keeps stays in 16 bits. Bytes
-moved for one byte saved: 1 to 2, where quantising and restoring a tensor takes 6.
+Quantising a tensor and restoring it moves 6 bytes for one saved, so a block with LayerNorms over events takes less under `quantized`: norms and GELU
+keep their input only, as rows, written in the pass that computes them; what they return, and the concatenation behind HSTU's attention, which linear
+layers keep, is computed again from what is kept; the rest stays in 16 bits. Norms of one input share its rows.
 
-Elsewhere only tensors of two or more dimensions in the block's compute dtype are; statistics in fp32, indices and parameters stay. A tensor that
-several operators save is kept once.
+Elsewhere every tensor of two or more dimensions in the block's compute dtype is quantised; statistics in fp32, indices and parameters stay. A tensor
+that several operators save is kept once.
 """
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from kernels.factor import factor_rows
+from kernels.gate import gated_concat
 from kernels.norm_quant import Quantized
-from kernels.saved import from_mx4, gelu_gradient, gelu_restore, gelu_rows, restore_rows, to_mx4
+from kernels.saved import from_mx4, gelu_gradient, gelu_restore, gelu_rows, norm_gradient, norm_restore, norm_rows, restore_rows, to_mx4
+from runtime.model.hstu import HSTU
+from runtime.model.norm import LayerNorm
 from runtime.model.self_attention import TransformerBlock
 
 QUANTIZED_POLICIES = ("quantized", "quantized4")
@@ -61,6 +64,58 @@ class _Gelu8(torch.autograd.Function):
 
 
 @dataclasses.dataclass(slots=True)
+class _NormKept:
+    """What a LayerNorm keeps: its parameters, the rows of its input, which may be given, and their statistics."""
+
+    weight: Tensor
+    bias: Tensor
+    rows: tuple[Tensor, Tensor] | None
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+
+    def restore(self, dtype: torch.dtype) -> Tensor:
+        """The norm's output."""
+        return norm_restore(*self.rows, self.weight, self.bias, mean=self.mean, rstd=self.rstd, dtype=dtype)  # type: ignore[misc, arg-type]
+
+
+class _Norm8(torch.autograd.Function):
+    """LayerNorm that keeps its input as e4m3 rows; fills `kept`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float, kept: _NormKept) -> Tensor:
+        out, values, scales, kept.mean, kept.rstd = norm_rows(x, weight, bias, eps=eps, keep=kept.rows is None)
+        if kept.rows is None:
+            kept.rows = values, scales
+        ctx.kept = kept
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        kept = ctx.kept
+        return *norm_gradient(*kept.rows, grad.contiguous(), kept.weight, mean=kept.mean, rstd=kept.rstd), None, None
+
+
+class _SharedRows:
+    """The rows of tensors that live, for the next norm of the same one: a history's summary and a cross block norm what its last block returned."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref, int, tuple[Tensor, Tensor]]] = {}
+
+    def of(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        found = self._known.get(x.untyped_storage()._cdata)
+        return found[2] if found is not None and found[0]() is not None and found[1] == x._version and found[2][0].shape == x.shape else None
+
+    def note(self, x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
+        storage = x.untyped_storage()
+        if x.is_contiguous() and x.nbytes == storage.nbytes():
+            key = storage._cdata
+            self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key, None)), x._version, rows
+
+
+_shared = _SharedRows()
+
+
+@dataclasses.dataclass(slots=True)
 class _Again:
     """A saved tensor that is computed again."""
 
@@ -71,8 +126,8 @@ class _Again:
         return self.run().view(self.shape)
 
 
-class _FeedForward:
-    """Pack and unpack for one forward of a block with a feed-forward part: what its norms and its GELU return is computed again."""
+class _Recomputing:
+    """Pack and unpack for one forward of a block: what its norms, its GELU and its gate return is computed again."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[weakref.ref, Callable[[], Tensor]]] = {}
@@ -97,21 +152,24 @@ class _FeedForward:
         out, values, scales = _Gelu8.apply(x)
         return self.note(out, functools.partial(gelu_restore, values, scales, x.dtype))
 
-    def norm(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`forward`: a norm's own, which looks its parameters up when it is called; those of the first call hold for the second."""
-        module = forward.__self__  # type: ignore[attr-defined]
-        weight, bias = module.weight, module.bias
+    def norm(self, module: nn.LayerNorm, x: Tensor) -> Tensor:
+        """`module`'s parameters are looked up now; those of this call hold for what is computed again."""
+        kept = _NormKept(module.weight.detach(), module.bias.detach(), _shared.of(x))
+        given = kept.rows is not None
+        out = _Norm8.apply(x, module.weight, module.bias, module.eps, kept)
+        if not given:
+            _shared.note(x, kept.rows)  # type: ignore[arg-type]
+        return self.note(out, functools.partial(kept.restore, x.dtype))
+
+    def gate(self, block: HSTU, u: Tensor, a: Tensor) -> Tensor:
+        norm = block.attention_norm
+        given = u.detach(), a.detach(), norm.weight.detach(), norm.bias.detach()
 
         @torch.no_grad()
         def again() -> Tensor:
-            kept = module._parameters["weight"], module._parameters["bias"]
-            module._parameters["weight"], module._parameters["bias"] = weight, bias
-            try:
-                return forward(x)
-            finally:
-                module._parameters["weight"], module._parameters["bias"] = kept
+            return gated_concat(*given, eps=norm.eps)
 
-        return self.note(forward(x), again)
+        return self.note(gated_concat(u, a, norm.weight, norm.bias, eps=norm.eps), again)
 
 
 class _Hooks:
@@ -154,12 +212,8 @@ def quantize_saved(block: nn.Module, policy: str, dtype: torch.dtype) -> None:
         raise ValueError(f"checkpoint policy {policy!r} is not one of {', '.join(QUANTIZED_POLICIES)}")
     if dtype == torch.float32:
         raise ValueError(f"checkpoint policy {policy!r}: activations are quantised from 16 bits; give the region a 16-bit or lower precision")
-    if policy == "quantized":
-        for part in block.modules():
-            if isinstance(part, TransformerBlock) and part.has_mlp:
-                _keep_feed_forward(part)
-        if isinstance(block, TransformerBlock) and block.has_mlp:
-            return
+    if policy == "quantized" and any(isinstance(part, LayerNorm) for part in block.modules()):
+        return _compute_again(block)
     inner: Callable[..., Any] = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -170,16 +224,25 @@ def quantize_saved(block: nn.Module, policy: str, dtype: torch.dtype) -> None:
     block.forward = forward
 
 
-def _keep_feed_forward(block: TransformerBlock) -> None:
+def _compute_again(block: nn.Module) -> None:
     inner: Callable[..., Any] = block.forward
-    norms = [(module, module.forward) for module in block.modules() if isinstance(module, nn.LayerNorm)]
+    parts = list(block.modules())
+    norms = [part for part in parts if isinstance(part, LayerNorm)]
+    gelus = [part.gelu for part in parts if isinstance(part, TransformerBlock) and part.has_mlp]
+    gates = [part for part in parts if isinstance(part, HSTU)]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hooks = _FeedForward()
-        block.gelu.forward = hooks.gelu
-        for norm, own in norms:
-            norm.forward = functools.partial(hooks.norm, own)
-        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-            return inner(*args, **kwargs)
+        hooks = _Recomputing()
+        for gelu in gelus:
+            gelu.forward = hooks.gelu
+        for norm in norms:
+            norm.forward = functools.partial(hooks.norm, norm)
+        for gate in gates:
+            gate.gate = functools.partial(hooks.gate, gate)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                return inner(*args, **kwargs)
+        finally:
+            hooks.known.clear()  # the modules keep `hooks`, which would keep the rows until the next step
 
     block.forward = forward

@@ -63,6 +63,22 @@ def agree_saved(device, dtypes=(torch.bfloat16, torch.float32), shapes=SHAPES):
             for name, last in (("gelu_restore", dtype), ("gelu_gradient", grad)):
                 expected = getattr(OPS, name)(*want[1:], last)
                 torch.testing.assert_close(getattr(triton_side, name)(*got[1:], to(device, last)).cpu(), expected, **close)
+            weight, bias = torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)
+            for keep in (True, False):
+                want = OPS.norm_rows(calm, weight, bias, 1e-5, keep)
+                got = triton_side.norm_rows(*(to(device, t) for t in (calm, weight, bias)), 1e-5, keep)
+                for a, b in zip(want[1:3], got[1:3], strict=True):
+                    _same(a, b, ("norm's input", dtype, keep))
+                for a, b in zip((want[0], *want[3:]), (got[0], *got[3:]), strict=True):
+                    torch.testing.assert_close(b.cpu(), a, **close)
+            rows = OPS.norm_rows(calm, weight, bias, 1e-5, True)[1:]
+            torch.testing.assert_close(
+                triton_side.norm_restore(*(to(device, t) for t in (*rows[:2], weight, bias, *rows[2:])), dtype).cpu(),
+                OPS.norm_restore(*rows[:2], weight, bias, *rows[2:], dtype), **close)
+            want = OPS.norm_gradient(*rows[:2], grad, weight, *rows[2:])
+            got = triton_side.norm_gradient(*(to(device, t) for t in (*rows[:2], grad, weight, *rows[2:])))
+            for a, b in zip(want, got, strict=True):
+                torch.testing.assert_close(b.cpu(), a, rtol=2e-2, atol=2e-2)
             for part in (x, x.flatten()[:-5], x[:2, :32]):
                 want, got = OPS.to_mx4(part), triton_side.to_mx4(to(device, part))
                 for a, b in zip(want, got, strict=True):
