@@ -138,8 +138,8 @@ def _whole_columns_kernel(x_ptr, values_ptr, scales_ptr, num_rows, length, dim: 
 
 def factor_rows(x: Tensor, scaling: str, columns: bool, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    nothing = torch.empty(0, dtype=torch.float32, device=x.device)
     if scaling == "block128":
+        nothing = torch.empty(0, dtype=torch.float32, device=x.device)
         values, scales = norm_quantize(x, None, None, "none", 0.0, scaling, None, True, None, None)[:2]
         return values, scales, nothing, _rows(x, None, None, "none", False, True)[1] if sums else nothing
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -165,21 +165,22 @@ def _rows(x: Tensor, values: Tensor | None, scales: Tensor | None, scaling: str,
     held = columns + sums
     if not held:
         rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
-        programs = triton.cdiv(num_rows, rows)
+        programs = -(-num_rows // rows)
     else:
         _, block_d, warps = _shape(dim, PERSISTENT_ELEMENTS_PER_THREAD)
         warps = max(warps, PERSISTENT_WARPS)
         rows = max(1, warps * 32 * PERSISTENT_ELEMENTS_PER_THREAD // block_d)
-        programs = min(max(1, WARPS_PER_SM[held] // warps) * _num_sms(x.device), max(1, triton.cdiv(num_rows, rows)))
+        programs = min(max(1, WARPS_PER_SM[held] // warps) * _num_sms(x.device), max(1, -(-num_rows // rows)))
     fp32 = dict(dtype=torch.float32, device=x.device)
-    amax, total = torch.empty(dim if columns else 0, **fp32), torch.empty(dim if sums else 0, **fp32)
+    amax = torch.empty(dim if columns else 0, **fp32)
+    total = torch.empty(dim if sums else 0, **fp32) if held else amax
     partial_amax = torch.empty((programs, dim), dtype=torch.int32, device=x.device) if columns else amax
     partial_sums = torch.empty((programs, dim), **fp32) if sums else total
     if programs:
         launch(_rows_kernel, programs, (x, values, scales, partial_amax, partial_sums, num_rows, programs),
                (dim, rows, block_d, scaling, columns, sums, _even(x, rows, block_d)), num_warps=warps, key=x.dtype)
     if held:
-        launch(_finish_kernel, triton.cdiv(dim, 16), (partial_amax, partial_sums, amax, total, programs, dim), (128, 16, columns, sums), num_warps=4,
+        launch(_finish_kernel, -(-dim // 16), (partial_amax, partial_sums, amax, total, programs, dim), (128, 16, columns, sums), num_warps=4,
                key=dim)
     return amax, total
 

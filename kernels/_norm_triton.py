@@ -5,6 +5,8 @@ walks over column blocks twice or three times, and its re-reads come from L1 and
 adds its rows' share of the weight gradient up in registers and writes it once; the shares are then summed in a fixed order.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -379,6 +381,7 @@ def _sum_partials_kernel(
 # --- launches ------------------------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1024)
 def _shape(dim: int, per_thread: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps, so that a thread holds about `per_thread` elements and a warp at least one row."""
     if dim > MAX_DIM:
@@ -457,6 +460,7 @@ def norm_backward(
     return dx, d_weight, d_bias
 
 
+@functools.cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 

@@ -103,7 +103,8 @@ def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | No
     added = bias if bias is not None and out_dtype == dtype == bias.dtype == torch.bfloat16 and not blocks else None
     out = torch._scaled_mm(values, b.values.t(), scale_a=scales_a, scale_b=scales_b.t() if scales_b.dim() else scales_b, bias=added,
                            out_dtype=out_dtype, use_fast_accum=not blocks)
-    out = out[:len(a.values)].to(dtype)
+    if missing or out_dtype != dtype:
+        out = out[:len(a.values)].to(dtype)
     return out if bias is None or added is not None else out + bias
 
 
@@ -112,7 +113,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, nati
     scaling = SCALINGS[precision][0]
     factor = factor_rows(x, scaling, columns=columns)
     out = product(factor.quantized, factor_rows(weight, scaling).quantized, native=native, dtype=x.dtype, bias=bias)
-    return out, factor.rest if columns else factor.rest.new_empty(0)
+    return out, factor.rest if columns or not factor.rest.numel() else factor.rest.new_empty(0)
 
 
 def _linear_backward(grad: Tensor, x: Tensor, weight: Tensor, rest: Tensor, precision: str, native: bool, low: bool, need: Sequence[bool]
@@ -152,13 +153,19 @@ for _name, _run, _fake in (("low_precision_linear", _linear, _linear_fake),
     torch.library.register_fake(f"planner_runtime::{_name}", _fake, lib=_LIBRARY)
 
 
+def _direct(x: Tensor) -> bool:
+    """Whether nobody looks at operators: no trace and no policy over them. Their way through the dispatcher costs as much as two launches."""
+    return x.is_cuda and type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling()
+
+
 class _FusedLinear(torch.autograd.Function):
     """As `_LowPrecisionLinear`, one operator a direction."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
         columns = "low_weight_gradients" in recipe
-        out, rest = torch.ops.planner_runtime.low_precision_linear(x, weight, bias, recipe.precision, recipe.native, columns)
+        run = _linear if _direct(x) else torch.ops.planner_runtime.low_precision_linear
+        out, rest = run(x, weight, bias, recipe.precision, recipe.native, columns)
         ctx.save_for_backward(x, weight, rest if columns else None)
         ctx.recipe, ctx.has_bias = recipe, bias is not None
         return out
@@ -167,7 +174,8 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight, rest = ctx.saved_tensors
         need = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.has_bias and ctx.needs_input_grad[2]]
-        found = torch.ops.planner_runtime.low_precision_linear_backward(
+        run = _linear_backward if _direct(grad) else torch.ops.planner_runtime.low_precision_linear_backward
+        found = run(
             grad.contiguous(), x, weight, grad.new_empty(0) if rest is None else rest, ctx.recipe.precision, ctx.recipe.native,
             "low_weight_gradients" in ctx.recipe, need)
         return *(g if wanted else None for g, wanted in zip(found, need)), None
