@@ -6,9 +6,10 @@ runs every candidate whatever stands here, then `python -m benchmarks.kernels --
 
 # (kind, head dim, causal, window): dQ, then dK and dV (`_attention_hopper_pair`); else one program owns a sequence or a block of keys.
 # [Measured H200, TFLOPS, then the older kernels] softmax: L <= 1024 352, 288; L <= 256 169, 118; L = 2048 446, 304; cross 225, 184;
-# heads of 64, L <= 1024 343, 273
+# heads of 64, L <= 1024 343, 273. Left out: softmax, causal and windowed, which passed small tests but whose dK and dV kernel did not end on an
+# H200 at InterFormer's self-attention (192 histories of about 900 events, window 256)
 BACKWARD = frozenset({
-    ("softmax", 128, False, False), ("softmax", 128, True, True), ("softmax", 64, False, False), ("gelu_fast", 128, False, False),
+    ("softmax", 128, False, False), ("softmax", 64, False, False), ("gelu_fast", 128, False, False),
 })  # fmt: skip
 # (head dim, softmax, keys at most 256, mask of causality or window) -> keys a block, stages, consumers, tiles an item (`_attention_hopper_items`).
 # [Measured H200, ms at L <= 256 and at cross] without items 0.236, 1.174; (64, 5, 2, 2) 0.234, 1.162; (64, 4, 3, 3) 0.243, 1.100
