@@ -23,11 +23,12 @@ import numpy as np
 
 from costmodel.calibration import Calibration
 from costmodel.compute import peak_flops
-from costmodel.gpu import Steady, has_lead, launches, without_launches
+from costmodel.gpu import Steady, has_lead, launches, pieces, without_launches
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, lower
 from costmodel.memory import Memory, memory
 from costmodel.plan import Plan
+from costmodel.pricer import pricer
 from costmodel.quantity import SOURCES, Quantity, Source, worst
 from costmodel.simulate import Timeline, bound, simulate
 from costmodel.stepgraph import COMPUTE, PHASES
@@ -76,7 +77,7 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
     graph = without_launches(lowered.graph) if leads else lowered.graph
     timeline = simulate(graph) if mode == "simulated" else None
     own = timeline.step_seconds if timeline is not None else bound(graph)
-    steady = Steady(device=own, launches=launches(lowered.graph), load=lowered.load) if leads else None
+    steady = _steady(plan, calibration, lowered, own) if leads else None
     seconds = (own if steady is None else steady.seconds) * slowest.slow_node
     uneven = any(f.tokens > 1.0 or f.pairs > 1.0 for f in factors.values())
     average = timeline
@@ -102,6 +103,15 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         flops_per_rank=lowered.model_flops, local_mfu=lowered.model_flops / (local * peak) if local > 0 else None, mfu_peak=peak,
         examples_per_second=rate, by_source=_by_source(lowered), mode=mode, exposed=exposed, imbalance=slowest.report(), notes=lowered.notes,
         dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
+
+
+def _steady(plan: Plan, calibration: Calibration | None, lowered: Lowered, device: float) -> Steady:
+    """Device, host and loader of a step in which the host has a lead."""
+    host = pricer(plan, calibration).host
+    micro, rest = host.get("input") or 0.0, host.get("other") or 0.0
+    found = launches(lowered.graph)
+    found = {**found, "input": found["input"] + micro * plan.accumulation, "other": found["other"] + rest}
+    return Steady(device=device, launches=found, load=lowered.load, pieces=pieces(lowered.graph, early=lowered.early, micro=micro, rest=rest))
 
 
 def _phase_seconds(lowered: Lowered, timeline: Timeline | None, seconds: float) -> dict[str, float]:

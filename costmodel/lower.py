@@ -53,9 +53,9 @@ class Lowered:
     """A step graph with what an estimate needs beside it.
 
     parts: (phase, curve, source, seconds, spread) by phase, curve and source: seconds in all and the 90 % error of that sum [s]; load: seconds of the
-    loader's thread on a GPU; model_flops: of one rank and step, by convention at true average lengths; compute_bound:
-    seconds of ops whose roof is compute, not bandwidth; waiting: what of the
-    compute tasks' seconds ranks wait for slower ones, over the rest of them.
+    loader's thread on a GPU; early: host seconds that checkpoint policies add in forward; model_flops: of one rank and step, by convention at true
+    average lengths; compute_bound: seconds of ops whose roof is compute, not bandwidth; waiting: what of the compute tasks' seconds ranks wait for
+    slower ones, over the rest of them.
     """
 
     graph: StepGraph
@@ -67,8 +67,7 @@ class Lowered:
     waiting: float
     notes: tuple[str, ...]
     load: float = 0.0
-
-
+    early: float = 0.0
 
 
 _batches: dict[tuple[object, ...], tuple[object, object, BatchShape]] = {}
@@ -138,7 +137,7 @@ class _Builder:
         self.tasks: list[Task] = []
         self.parts: list[tuple[str, str, Source, float, float]] = []
         self.compute_bound = 0.0
-        self.load = 0.0
+        self.load = self.early = 0.0
         self.last: int | None = None
         self.counted: int | None = None
         self.sent: int | None = None
@@ -358,6 +357,7 @@ class _Builder:
             self.exchange(unit, FORWARD)
             cost = self.pricer.block(block, self.batch, unit.precision, FORWARD)
             self.compute(name, cost, phase, name, deps=(gather,))
+            self.early += self.pricer.early(block, unit.precision, unit.checkpoint)
         rows = self.batch.samples * len(self.plan.model.heads)
         self.compute("loss", self.pricer.ops([op("bce", m=rows)], FORWARD), phase)
 
@@ -468,7 +468,7 @@ class _Builder:
         tensors = sum(u.region.block.num_tensors for u in self.units)
         cost = self.pricer.ops([op("adamw", parameters=parameters, tensors=tensors)], STEP)
         calibration = self.pricer.calibration
-        if self.gpu and calibration is not None:
+        if self.gpu and calibration is not None and not self.pricer.host:
             cost = dataclasses.replace(cost, host_seconds=cost.host_seconds + calibration.constants.get("step_host", 0.0))
         self.compute("adamw", cost, "optimizer", deps=reductions)
         seconds, source = self.pricer.step_overhead
@@ -514,7 +514,7 @@ def lower(plan: Plan, calibration: Calibration | None, *, factors: Mapping[str, 
     builder.step()
     return Lowered(graph=StepGraph(tasks=tuple(builder.tasks)), parts=_merged(builder.parts), model_flops=model_flops(plan),
                    compute_bound=builder.compute_bound, batch=batch, loads=loads, load=builder.load,
-                   waiting=shared.waiting, notes=_notes(plan, builder))
+                   waiting=shared.waiting, notes=_notes(plan, builder), early=builder.early)
 
 
 def _merged(parts: list[tuple[str, str, Source, float, float]]) -> tuple[tuple[str, str, Source, float, float], ...]:

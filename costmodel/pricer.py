@@ -15,6 +15,7 @@ from costmodel.blocks.base import MATRIX_OPS
 from costmodel.blocks.measured import block_features
 from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTime
 from costmodel.gpu import block_key, timed_ops
+from costmodel.hosttime import HostTimes
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, op
 from costmodel.plan import Plan
 from costmodel.precision import LOW_PRECISIONS, expanded
@@ -65,6 +66,7 @@ class Pricer:
         self.waiting = calibration.host_constant("peer_wait", self.active_ranks, 0.0) if calibration is not None else 0.0
         share = calibration.host_constant("processor_share", self.active_ranks, 1.0) if calibration is not None else 1.0
         self._stretch = (1.0 + self.waiting) / share
+        self.host = HostTimes(calibration.constants if calibration is not None and self.device.kind == "gpu" else {})
         self._costs: dict[tuple[Op, str], Cost] = {}
         self._blocks: dict[tuple[int, int, str, str], Cost] = {}
         self._forwards: dict[tuple[int, int, str], Sequence[Op]] = {}
@@ -113,20 +115,23 @@ class Pricer:
 
     def _timed(self, one: Op, phase: str) -> Cost:
         time, (at_peak, at_bandwidth) = self.time(one, phase), compute.limits(one, phase, self.device)
+        seen = self.host.op(one, phase)
         cost = self._costs[one, phase] = Cost(
-            seconds=time.seconds, host_seconds=self._launch(time.host_seconds), flops=one.flops(phase), bytes=one.bytes(phase),
-            compute_bound=time.seconds if at_peak >= at_bandwidth else 0.0, parts=((time.curve, time.source, time.seconds, time.width),))
+            seconds=time.seconds, host_seconds=self._launch(time.host_seconds) if seen is None else self._mode * seen, flops=one.flops(phase),
+            bytes=one.bytes(phase), compute_bound=time.seconds if at_peak >= at_bandwidth else 0.0, parts=((time.curve, time.source, time.seconds, time.width),))
         return cost
 
     def _launch(self, seconds: float) -> float:
         """Host launch time under the plan's execution mode; a replayed graph launches its ops for next to nothing."""
         if self.calibration is not None:
             seconds *= self.calibration.constants.get("host_scale", 1.0)
-        if self.execution == "compile":
-            return seconds * compute.COMPILED_LAUNCH_SHARE
-        if self.execution == "cuda_graph":
-            return seconds * compute.GRAPH_LAUNCH_SECONDS / compute.EAGER_LAUNCH_SECONDS
-        return seconds
+        return seconds * self._mode
+
+    @property
+    def _mode(self) -> float:
+        """Launches under the plan's execution mode over eager ones."""
+        return {"compile": compute.COMPILED_LAUNCH_SHARE, "cuda_graph": compute.GRAPH_LAUNCH_SECONDS / compute.EAGER_LAUNCH_SECONDS}.get(
+            self.execution, 1.0)
 
     def _forward(self, block: Block, batch: BatchShape, precision: str) -> Sequence[Op]:
         """The ops of a block's forward."""
@@ -140,8 +145,9 @@ class Pricer:
         key = (id(block), id(batch), precision, phase)
         if key not in self._blocks:
             cost = self._corrected(block, batch, self.ops(self._forward(block, batch, precision), phase), phase, precision)
-            scale = self._host_scale(block, precision)
-            self._blocks[key] = cost if scale == 1.0 else dataclasses.replace(cost, host_seconds=cost.host_seconds * scale)
+            seen = self.host.block(block, precision, phase)
+            host = cost.host_seconds * self._host_scale(block, precision) if seen is None else self._mode * seen
+            self._blocks[key] = cost if host == cost.host_seconds else dataclasses.replace(cost, host_seconds=host)
         return self._blocks[key]
 
     def _host_scale(self, block: Block, precision: str, policy: str = "none", default: float = 1.0) -> float:
@@ -155,10 +161,17 @@ class Pricer:
         key = (id(block), id(batch), precision, policy)
         if key not in self._blocks:
             again = block.recomputed(batch, precision, policy)
-            timed = self._under_policy(block, batch, precision, policy, again)
-            self._blocks[key] = timed if timed is not None else (
-                self._corrected(block, batch, self.ops(again, FORWARD), FORWARD, precision) if again else NO_COST)
+            cost = self._under_policy(block, batch, precision, policy, again)
+            if cost is None:
+                cost = self._corrected(block, batch, self.ops(again, FORWARD), FORWARD, precision) if again else NO_COST
+            seen = self.host.policy(block, precision, policy)
+            self._blocks[key] = cost if seen is None or not again else dataclasses.replace(cost, host_seconds=self._mode * max(sum(seen), 0.0))
         return self._blocks[key]
+
+    def early(self, block: Block, precision: str, policy: str) -> float:
+        """Host seconds of `recompute` that are spent in forward already."""
+        forward, backward = self.host.policy(block, precision, policy) or (0.0, 0.0)
+        return self._mode * min(max(forward, 0.0), max(forward + backward, 0.0))
 
     def _under_policy(self, block: Block, batch: BatchShape, precision: str, policy: str, again: Sequence[Op]) -> Cost | None:
         """What a policy adds to a block's backward, and to the host's time in both directions, where blocks were timed under it; else None."""

@@ -10,12 +10,12 @@ import torch
 from costmodel.calibration import fit
 from costmodel.plan import Layout, Plan, TablePlacement
 from costmodel.samples import Environment, Sample
-from runtime.microbench import gpu, trained, warm
+from runtime.microbench import gpu, hosted, trained, warm
 from runtime.microbench.environment import environment
 
-# Of the budget: what may be waited for compilers, and what is left for short runs of the trainer. Of those, which plans in bf16 run whole batches,
-# and how long before the end none begins [s].
-COMPILE_SHARE, TRAINED_SHARE, FIRST_WHOLE, WHOLE_RUNS, LAST = 0.36, 0.17, 8, 6, 3.0
+# Of the budget: what may be waited for compilers, what is left for short runs of the trainer, for the host and then of whole batches. Which plans in
+# bf16 run those, and how long before the end none begins [s].
+COMPILE_SHARE, HOST_SHARE, WHOLE_SHARE, FIRST_WHOLE, WHOLE_RUNS, LAST = 0.36, 0.24, 0.10, 8, 6, 3.0
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
 OPS_PLANS, OP_POINTS, PLAIN_SECONDS = 8, 0.5, 0.012
 PLAIN_KINDS = frozenset({"linear", "bmm", "layer_norm", "activation", "elementwise", "cast", "bce", "cross_entropy"})
@@ -49,16 +49,15 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
             own.add(gpu.attempted(gpu.timed_op(wanted[0], device, PLAIN_SECONDS, host=False), str(wanted.pop(0).op), report))
         said = ahead.wait(begin + COMPILE_SHARE * budget - time.perf_counter())
         report(f"kernels compiled ahead: {time.perf_counter() - begin:.0f} s, {len(own.samples)} samples meanwhile; {said}")
-    held = TRAINED_SHARE * budget
-    for found in gpu.device_samples(plans, device, until=end - held, report=report):
+    whole = end - WHOLE_SHARE * budget
+    for found in gpu.device_samples(plans, device, until=whole - HOST_SHARE * budget, report=report):
         own.add([found])
     if on_gpu:
         own.add([gpu.constant("context_bytes", gpu.context_bytes())])
-    datasheet = plans[0].cluster.device
-    first = fit(dataclasses.replace(own.environment, device_name=datasheet.name), own.samples, device=datasheet)
-    own.add(gpu.attempted(trained.host_samples(first, trained.small_plans(plans), device, until=end - held / 2, report=report), "host", report))
+    own.add(gpu.attempted(hosted.host_samples(plans, device, until=whole, report=report), "host", report))
     report(f"{len(own.samples)} samples with those of the host, {time.perf_counter() - begin:.0f} s")
     if on_gpu:
+        datasheet = plans[0].cluster.device
         known = fit(dataclasses.replace(own.environment, device_name=datasheet.name), own.samples, device=datasheet)
         tight = [trained.under(plan, "full") for plan in plans if gpu.layer_precision(plan) == "bf16"]  # little is kept, so that slack weighs most
         tight = tight[FIRST_WHOLE:][:WHOLE_RUNS] or tight[:WHOLE_RUNS]

@@ -12,7 +12,8 @@ from costmodel.calibration import fit
 from costmodel.cluster import Cluster, Device
 from costmodel.estimate import estimate
 from costmodel.plan import Layout, Plan
-from runtime.microbench import session, trained, warm
+from costmodel.regions import regions
+from runtime.microbench import hosted, session, trained, warm
 
 CPU = torch.device("cpu")
 H200 = Device(name="H200-SXM", kind="gpu", peak_flops={"fp32": 67e12, "bf16": 989e12}, memory_bytes=141e9, memory_bandwidth=4.8e12)
@@ -29,7 +30,9 @@ def drawn(kind: str = "hstu", **options) -> Plan:
 def test_a_calibration_keeps_what_it_has_and_predicts(monkeypatch):
     monkeypatch.setattr(session, "KEPT_EVERY", 0.0)
     monkeypatch.setattr(trained, "STEPS", 2)
-    monkeypatch.setattr(trained, "SMALL_SAMPLES", 2)
+    monkeypatch.setattr(hosted, "STEPS", 2)
+    monkeypatch.setattr(hosted, "SAMPLES", 2)
+    monkeypatch.setattr(hosted, "LENGTH", 12)
     here = session.environment(CPU)
     monkeypatch.setattr(session, "environment", lambda device: dataclasses.replace(here, device_kind="cuda"))
     monkeypatch.setattr(session.gpu, "op_requests", lambda *_, **__: [])
@@ -38,27 +41,9 @@ def test_a_calibration_keeps_what_it_has_and_predicts(monkeypatch):
                                        keep=lambda _, some: kept.append(len(some)))  # fmt: skip
     assert kept == sorted(kept) and len(kept) > 5 and kept[-1] <= len(samples)
     constants = {s.op for s in samples if s.op.startswith("constant:")}
-    assert {"constant:host_scale", "constant:step_host"} <= constants and any("selective" in line for line in said)
-    assert estimate(drawn(), fit(found, samples, device=H200)).step_time.value > 0
-
-
-@pytest.mark.parametrize(("scale", "rest"), [(1.3, 2e-3), (0.9, 0.0)])
-def test_the_host_fit_finds_scale_and_rest(scale, rest):
-    pairs = [(p, scale * p + rest) for p in (5e-3, 1e-2, 3e-2) for _ in range(20)]
-    found = trained.host_fit(pairs)
-    assert found[0] == pytest.approx(scale, rel=0.05) and found[1] == pytest.approx(rest, abs=6e-4)
-
-
-def test_a_negative_rest_becomes_a_scale_alone():
-    scale, rest = trained.host_fit([(1e-2, 0.5e-2), (2e-2, 2e-2)] * 50)
-    assert rest == 0.0 and scale == pytest.approx(0.75)
-
-
-def test_few_runs_that_disagree_do_not_make_a_rest_of_half_a_step():
-    """What one H200's host showed on 2026-11-30: least squares alone said 0.89 and 14 ms, and the steps that followed had 4 ms beside launches."""
-    pairs = [(30.2, 44.1), (28.1, 45.0), (32.3, 36.3), (21.3, 32.8), (58.7, 76.1), (54.5, 70.5), (62.8, 61.9)]
-    scale, rest = trained.host_fit([(1e-3 * a, 1e-3 * b) for a, b in pairs])
-    assert 1.05 < scale < 1.25 and 2e-3 < rest < 6e-3
+    assert "constant:host" in constants and any("selective" in line for line in said)
+    known = fit(found, samples, device=H200)
+    assert known.constants["host/forward:hstu@bf16"] > 0 and estimate(drawn(), known).step_time.value > 0
 
 
 class _Task:
@@ -66,25 +51,40 @@ class _Task:
         self.name, self.host_seconds = name, host_seconds
 
 
-@pytest.mark.parametrize(("slower", "taken"), [(1.5, 1.5), (11.7, 1.0)])
-def test_a_host_scale_that_cannot_be_is_said_and_not_taken(monkeypatch, slower, taken):
-    """Steps that wait for the device once made it 11.7. A kind of layers under a policy has a scale of its own."""
-    layers = lambda plan: 0.01 * plan.accumulation * (3 if plan.model.sequences[0].layers[0].kind == "gdpa" else 2)
-
-    def run(plan, device, steps):
-        spent = 3e-3 + slower * ((2.0 if trained.layer_policy(plan) == "full" else 1.0) * layers(plan) + 1e-3)
-        return type("Ran", (), {"timer": type("Timer", (), {"host": [{"forward": spent}] * steps})})()
-
-    monkeypatch.setattr(trained, "_trained", run)
-    monkeypatch.setattr(trained, "lower", lambda plan, calibration: type("Lowered", (), {"graph": type("Graph", (), {
-        "tasks": [_Task("recompute history.0", layers(plan)), _Task("adamw", 1e-3)]})})())  # fmt: skip
+def test_parts_of_a_step_are_told_apart():
+    """Main-thread times made of known parts: forward and backward of layers by kind, policy and feed-forward part, of other regions, of a micro-batch;
+    one run disturbed by half."""
+    plans = [drawn(), drawn("gdpa"), drawn("self_attention"), dataclasses.replace(drawn("gdpa"), model=dataclasses.replace(
+        drawn("gdpa").model, num_dense_features=0, bottom_hidden=())), drawn(precision="fp32")]  # fmt: skip
+    wanted = hosted.designs([plans[0], plans[1], plans[2], plans[4]])
+    cost = lambda name: 1e-4 * (1 + len(name) % 7) * (3 if "full" in name else 1)
+    runs = []
+    for i, plan in enumerate(wanted):
+        parts = hosted.parts(plan)
+        phases = {phase: plan.accumulation * (2e-4 + sum(n * cost(phase + name) for name, n in parts.items())) for phase in ("forward", "backward")}
+        phases |= {"sparse": 3e-4 * plan.accumulation * 4 + 4e-4 * 4, "optimizer": 1e-4 + 2e-6 * (10 + i), "input": 1e-4 * plan.accumulation, "other": 5e-5}
+        if i == 5:
+            phases["forward"] *= 1.5
+        runs.append(hosted.Spent(parts=parts, micro=plan.accumulation, groups=4, tensors=10 + i, phases=phases))
     said = []
-    found = {(s.op, s.variant): s.seconds for s in trained.host_samples(None, trained.small_plans([drawn(), drawn("gdpa")]), CPU, report=said.append)}
-    assert found["constant:host_scale", ""] == pytest.approx(taken, rel=0.1)
-    assert any("times the launches is not taken" in line for line in said) == (taken == 1.0)
-    if taken == slower:
-        plain, full = ([found["constant:host_scale", f"{kind}@bf16{policy}"] for kind in ("hstu", "gdpa")] for policy in ("", ":full"))
-        assert plain == pytest.approx([1.0, 1.0], rel=0.1) and full == pytest.approx([2 ** (1 / 7)] * 2, rel=0.1)
+    found = hosted.solved(runs, said.append)
+    for name in ("hstu@bf16", "gdpa@bf16+mlp:full", "gdpa@bf16:full+mlp", "self_attention@bf16:selective+mlp"):
+        for phase in ("forward", "backward"):
+            if f"{phase}:{name}" in found:
+                assert found[f"{phase}:{name}"] == pytest.approx(cost(phase + name), rel=0.02), name
+    assert found["lookup"] == pytest.approx(3e-4, rel=0.01) and found["update"] == pytest.approx(4e-4, rel=0.02)
+    assert found["tensor"] == pytest.approx(2e-6, rel=0.05) and found["other"] == pytest.approx(5e-5)
+    assert any("forward" in line and "at most" in line for line in said)
+
+
+def test_designs_leave_the_device_nothing_to_do_and_differ_where_the_host_does():
+    found = hosted.designs([drawn(), drawn("gdpa"), drawn(precision="fp32"), drawn()])
+    about = [(p.model.sequences[0].layers[0].kind, trained.layer_policy(p), p.model.sequences[0].layers[0].count, p.accumulation) for p in found]
+    for policy in ("none", "selective", "full"):
+        assert {(kind, policy, count, 1) for kind in ("hstu", "gdpa") for count in (hosted.FEW, hosted.MANY)} <= set(about)
+    assert any(micro == 2 for *_, micro in about)
+    assert all(p.local_batch * p.workload.lengths["history"].maximum <= hosted.SAMPLES * hosted.LENGTH for p in found)
+    assert all(p.fingerprints == {} and {r.region for r in p.regions} == {r.name for r in regions(p.model)} for p in found)
 
 
 @pytest.mark.parametrize("slower", [1.08, 3.0])
@@ -96,7 +96,7 @@ def test_steps_that_the_device_makes_show_what_they_make_of_blocks(monkeypatch, 
     def run(plan, device, steps):
         return type("Ran", (), {"phases": [{**made, "backward": slower * made["backward"]}] * steps})()
 
-    monkeypatch.setattr(trained, "_trained", run)
+    monkeypatch.setattr(trained, "short_run", run)
     monkeypatch.setattr(trained, "estimate", lambda plan, calibration: type("Made", (), {"phases": {
         name: type("Quantity", (), {"value": value})() for name, value in made.items()}})())  # fmt: skip
     monkeypatch.setattr(trained, "lower", lambda plan, calibration: type("Lowered", (), {"graph": type("Graph", (), {
@@ -111,14 +111,6 @@ def test_steps_that_the_device_makes_show_what_they_make_of_blocks(monkeypatch, 
     assert rest["allocator_overhead", ""] == pytest.approx(0.1) and rest["in_step", "forward"] == pytest.approx(1.0)
     assert rest["in_step", "backward"] == pytest.approx(min(slower, trained.IN_STEP[1]))
     assert not any(name == "in_step" for name, *_ in [(s.op.removeprefix("constant:"),) for s in trained.whole_samples(None, plans[:2], CPU)])
-
-
-def test_small_plans_leave_the_device_nothing_to_do():
-    found = trained.small_plans([drawn(), drawn("gdpa"), drawn(precision="fp32"), drawn()])
-    kinds = [(p.model.sequences[0].layers[0].kind, trained.layer_policy(p), p.accumulation) for p in found]
-    assert kinds == [(kind, *run) for run in (("none", 1), ("none", 2), ("selective", 1), ("full", 1)) for kind in ("hstu", "gdpa")]
-    assert all(p.local_batch * p.workload.lengths["history"].maximum <= trained.SMALL_SAMPLES * trained.SMALL_LENGTH for p in found)
-    assert all(t.rows <= trained.SMALL_ROWS for p in found for t in p.model.tables)
 
 
 def test_plans_that_need_the_same_kernels_are_compiled_by_one_process():

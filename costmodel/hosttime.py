@@ -1,0 +1,77 @@
+"""Main-thread time of a step on a GPU, as short runs of the trainer have shown it (`runtime.microbench.hosted`).
+
+What the interpreter spends on a block hardly depends on how much the block computes: it launches the same kernels. A calibration keeps, as constants
+`host/<what>` in seconds:
+
+    forward:<kind>@<dtype>[:policy][+mlp]   one layer; backward with what runs again
+    backward:<kind>@<dtype>[:policy][+mlp]
+    forward:region@<dtype>, backward:...    one of the other regions (inputs, summaries, MLPs, heads)
+    forward:loss, backward:loss             a micro-batch beside its regions
+    lookup, update                          one table group: every micro-batch, every step
+    optimizer, tensor                       a step, and each parameter tensor
+    input, other                            a micro-batch taken, a step's rest
+
+Layers whose time was not seen here have that of the launches of their ops (`costmodel.pricer`).
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodel.blocks.base import Block
+from costmodel.gpu import block_key
+from costmodel.ops import BACKWARD, FORWARD, Op
+
+PREFIX = "host/"
+# Regions that share one figure, for they are a few launches each.
+PLAIN = frozenset({"sequence_input", "summary", "mlp", "heads"})
+PASSES = (FORWARD, BACKWARD)
+
+
+def layer_name(block: Block, dtype: str, policy: str = "none") -> str:
+    """`<kind>@<dtype>[:policy][+mlp]`, or `region@<dtype>` of a region that shares one figure."""
+    if block.kind in PLAIN:
+        return f"region@{dtype}"
+    group = getattr(block, "group", None)
+    return block_key(block.kind, dtype, policy) + ("+mlp" if getattr(group, "mlp_dim", 0) else "")
+
+
+class HostTimes:
+    """The figures above, out of a calibration's constants."""
+
+    def __init__(self, constants: Mapping[str, float]) -> None:
+        self._figures = {name.removeprefix(PREFIX): value for name, value in constants.items() if name.startswith(PREFIX)}
+
+    def __bool__(self) -> bool:
+        return bool(self._figures)
+
+    def get(self, name: str) -> float | None:
+        """Seconds, None where it was not measured."""
+        return self._figures.get(name)
+
+    def block(self, block: Block, dtype: str, phase: str, policy: str = "none") -> float | None:
+        """Of one block in one direction; None where its kind was not measured. A dtype that was not is taken for bf16."""
+        for precision in dict.fromkeys((dtype, "bf16")):
+            found = self.get(f"{phase}:{layer_name(block, precision, policy)}")
+            if found is not None:
+                return found
+        return None
+
+    def policy(self, block: Block, dtype: str, policy: str) -> tuple[float, float] | None:
+        """What a policy adds in (forward, backward), either of which may be negative; None where it was not measured."""
+        if policy == "none" or block.kind in PLAIN:
+            return (0.0, 0.0)
+        under, plain = ([self.block(block, dtype, phase, p) for phase in PASSES] for p in (policy, "none"))
+        if None in under or None in plain:
+            return None
+        forward, backward = (a - b for a, b in zip(under, plain))
+        return forward, backward
+
+    def op(self, one: Op, phase: str) -> float | None:
+        """Of all repetitions of an op outside the regions; None where it was not measured."""
+        if one.kind == "bce":
+            return self.get(f"{phase}:loss")
+        if one.kind == "adamw":
+            fixed, each = self.get("optimizer"), self.get("tensor")
+            return None if fixed is None or each is None else fixed + each * one.feature("tensors")
+        each = self.get({"embedding_lookup": "lookup", "embedding_update": "update"}.get(one.kind, ""))
+        return None if each is None else each * one.count
