@@ -28,12 +28,13 @@ from typing import Any
 
 from benchmarks import fidelity_gpu_space as space
 from benchmarks import results
-from benchmarks.fidelity_report import Run, again_rows, rows
+from benchmarks.fidelity_report import SMALL_PHASE, Run, again_rows, rows
 from costmodel import launch
 from costmodel.calibration import Calibration, fit
 from costmodel.calibration import load as load_calibration
 from costmodel.cluster import Cluster
 from costmodel.codec import decode, encode
+from costmodel.conformal import cell, norm
 from costmodel.estimate import estimate
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES
@@ -42,7 +43,7 @@ from costmodel.samples import Environment, Sample, read_samples, write_samples
 # Seconds of measured steps that a run aims at, and its bounds [steps].
 RUN_SECONDS, MIN_STEPS, MAX_STEPS = 1.0, 8, 100
 # Plans that give the intervals, and what is added to the seed for them.
-RESIDUALS, RESIDUAL_SEED = 10, 1_000_003
+RESIDUALS, RESIDUAL_SEED = 24, 1_000_003
 ALLOCATOR, SAMPLES, MEASURED = "PYTORCH_CUDA_ALLOC_CONF", "samples.jsonl", "measured.json"
 RESIDUAL_FILE, REFITTED = "calibration-residuals.json", "calibration-refitted.json"
 SCENARIO, CLUSTER = "scenarios/gem-1xh200.yaml", Path(__file__).with_name("fidelity_gpu_cluster.json")
@@ -189,12 +190,12 @@ def again(runs: list[Run], calibration: Calibration) -> list[Run]:
 
 
 def with_residuals(calibration: Calibration, runs: list[Run]) -> Calibration:
-    """The calibration with log(measured / predicted) of `runs`, by phase and for the step."""
+    """The calibration with the residuals of `runs` (costmodel.conformal)."""
     found: dict[str, list[float]] = {}
     for one in runs:
         for name, (predicted, measured) in one.pairs().items():
-            if predicted > 0 and measured > 0:
-                found.setdefault(name, []).append(math.log(measured / predicted))
+            if predicted > 0 and measured > SMALL_PHASE * one.measured:
+                found.setdefault(cell(name, one.maker), []).append((measured - predicted) / norm(predicted, one.predicted))
     return dataclasses.replace(calibration, run_residuals={name: tuple(sorted(values)) for name, values in sorted(found.items())})
 
 

@@ -1,8 +1,9 @@
 """The declared space of `benchmarks.fidelity --device cuda`: groups of plans for one model and workload on one GPU.
 
-    model     blocks of one kind, width and depth; head dims that the kernels have; 4-24 tables of 100,000 or a million rows
-    workload  histories up to 256-2048 events, uniform, lognormal or all equal; 32 thousand to 320 thousand events a batch
-    plans     bf16 with each checkpoint policy on 1 or 2 micro-batches, and fp32 where its steps stay below half a second
+    model     blocks of one kind, width and depth; head dims that the kernels have; Wukong layers over the features of two models in five; 4-24 tables
+              of 100,000 or a million rows
+    workload  histories up to 256-2048 events, uniform, lognormal or all equal; 32 thousand to 500 thousand events a batch
+    plans     bf16 with each checkpoint policy on 1 or 2 micro-batches, and fp32 where its steps stay below a quarter of a second
 
 A draw is a function of (seed, group). Draws whose loader, one thread that builds synthetic ids, would take longer than the step are drawn
 again: they would time NumPy. Calibration subjects come from the same distribution with a seed of their own; no drawn one equals any of them.
@@ -19,24 +20,26 @@ from benchmarks.fidelity_space import _plan, _subject
 from costmodel.cluster import Cluster
 from costmodel.codec import content_hash
 from costmodel.lower import model_flops
-from costmodel.model import Model
+from costmodel.model import LayerGroup, Model
 from costmodel.plan import Plan
 from costmodel.workload import Workload
 
 PLANS_PER_GROUP = 5
 KINDS = ("self_attention", "hstu", "gdpa", "block_attention")
-DIMS = (256, 384, 512, 640, 768, 896, 1024, 1280, 1536)
+DIMS = (512, 640, 768, 1024, 1280, 1536, 2048)
 HEAD_DIMS = (64, 128)
-DEPTHS = (1, 2, 3, 4, 6)
+DEPTHS = (1, 2, 3, 4, 6, 8)
 MLP_FACTORS = (0, 2, 4)
 NUM_TABLES, TABLE_ROWS, TABLE_DIMS = (4, 12, 24), (100_000, 1_000_000), (64, 128)
 MAXIMUM_LENGTHS = (256, 512, 1024, 2048)
 LENGTH_KINDS = ("uniform", "lognormal", "fixed")
-TOKENS = (32e3, 320e3)
+TOKENS = (32e3, 500e3)
+# Wukong layers over the features (0: none), their tokens out of the factorisation machine and out of the compression, rank, hidden width.
+INTERACTIONS, INTERACTION_SHARE, FM_TOKENS, FM_RANKS, FM_HIDDEN = (1, 2, 3), 0.4, (16, 32, 64), (16, 32), (512, 1024, 2048)
 POLICIES = ("none", "selective", "full")
 # Rough seconds of a step, only to keep draws inside the space: FLOP/s of bf16 and fp32, bytes an event, feature and block over bytes/s.
 BF16_RATE, FP32_RATE, EVENT_SECONDS, LOADER_SECONDS = 3.0e14, 3.5e13, 150 / 2.5e12, 1.2e-7
-STEP_SECONDS, FP32_SECONDS = (12e-3, 0.35), 0.4
+STEP_SECONDS, FP32_SECONDS, FP32_SHARE = (8e-3, 0.35), 0.25, 0.4
 CALIBRATION_SEED, CALIBRATION_SUBJECTS, WIDE_SUBJECTS = 0xCA1B, 48, 8
 # A run ends after so many steps.
 MOST_STEPS = 24
@@ -77,7 +80,7 @@ def draw_group(cluster: Cluster, *, seed: int, group: int) -> list[Plan]:
     model, workload = _draw_subject(rng, cluster, name=f"fidelity-{seed}-{group}", kind=KINDS[int(rng.integers(len(KINDS)))])
     options = [{"checkpoint": policy, "accumulation": micro} for policy in POLICIES for micro in (1, 2)]
     plain = _one(model, workload, cluster)
-    wide = model_flops(plain) / FP32_RATE < FP32_SECONDS and rng.random() < 0.6
+    wide = model_flops(plain) / FP32_RATE < FP32_SECONDS and rng.random() < FP32_SHARE
     chosen = [options[i] for i in sorted(rng.choice(len(options), size=PLANS_PER_GROUP - wide, replace=False))]
     plans = [_one(model, workload, cluster, **option) for option in chosen]
     return plans + ([_one(model, workload, cluster, precision="fp32")] if wide else [])
@@ -95,6 +98,8 @@ def _draw_subject(rng: np.random.Generator, cluster: Cluster, *, name: str, kind
         }  # fmt: skip
         model, workload = _subject(name, values)
         model = dataclasses.replace(model, tables=tuple(t for t in model.tables if t.name != "event_action"))
+        if rng.random() < INTERACTION_SHARE:
+            model = _with_interactions(model, values["table_dim"], pick(INTERACTIONS), pick(FM_TOKENS), pick(FM_RANKS), pick(FM_HIDDEN))
         tokens = math.exp(rng.uniform(*np.log(TOKENS)))
         batch = 4 * max(4, round(tokens / workload.lengths["history"].mean() / 4))
         workload = dataclasses.replace(workload, global_batch=batch, num_steps=MOST_STEPS)
@@ -109,6 +114,13 @@ def _draw_subject(rng: np.random.Generator, cluster: Cluster, *, name: str, kind
             return model, workload
 
 
+def _with_interactions(model: Model, width: int, count: int, tokens: int, rank: int, hidden: int) -> Model:
+    """The model with `count` Wukong layers over its features as tokens of `width`."""
+    layer = LayerGroup(kind="wukong", count=count, mlp_dim=hidden, options={
+        "num_fm": tokens, "num_linear": tokens, "rank": rank, "mlp_layers": 2, "compressed": 8})  # fmt: skip
+    return dataclasses.replace(model, interaction_layers=(layer,), feature_dim=width, bottom_hidden=(32, width) if model.num_dense_features else ())
+
+
 def _one(model: Model, workload: Workload, cluster: Cluster, *, precision: str = "bf16", checkpoint: str = "none", accumulation: int = 1) -> Plan:
     return _plan(model, workload, cluster, ranks=1, checkpoint=checkpoint, sharding="table_wise", precision=precision, execution="eager",
                  accumulation=accumulation, ddp=False)  # fmt: skip
@@ -117,7 +129,9 @@ def _one(model: Model, workload: Workload, cluster: Cluster, *, precision: str =
 def describe() -> str:
     """One paragraph for the report."""
     return (f"kinds {', '.join(KINDS)}; dim {DIMS[0]}-{DIMS[-1]}; head dim {HEAD_DIMS}; depth {DEPTHS}; mlp factor {MLP_FACTORS}; "
-            f"tables {NUM_TABLES} of {TABLE_ROWS} rows x {TABLE_DIMS}; histories {', '.join(LENGTH_KINDS)} up to {MAXIMUM_LENGTHS} events; "
+            f"with probability {INTERACTION_SHARE} {INTERACTIONS} Wukong layers of {FM_TOKENS} + {FM_TOKENS} tokens, rank {FM_RANKS}, "
+            f"hidden {FM_HIDDEN}; tables {NUM_TABLES} of {TABLE_ROWS} rows x {TABLE_DIMS}; "
+            f"histories {', '.join(LENGTH_KINDS)} up to {MAXIMUM_LENGTHS} events; "
             f"{TOKENS[0]:.0f}-{TOKENS[1]:.0f} events a batch; "
-            f"bf16 with checkpoint {', '.join(POLICIES)} x accumulation 1, 2, and fp32; eager (compiled steps are left "
-            f"out: compiling each plan would take longer than all else); one H200")
+            f"bf16 with checkpoint {', '.join(POLICIES)} x accumulation 1, 2, and fp32 (probability {FP32_SHARE}, below "
+            f"{FP32_SECONDS} s); eager (compiled steps are left out: compiling each plan would take longer than all else); one H200")

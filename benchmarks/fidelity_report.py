@@ -56,6 +56,11 @@ class Run:
         return sum(seconds for phase, seconds in host.items() if phase != "other") > HOST_BOUND * self.measured
 
     @property
+    def maker(self) -> str:
+        """`host` or `device`, as it was predicted."""
+        return self.plan.prediction["maker"]
+
+    @property
     def noise(self) -> float:
         """Standard error of the median step [s]."""
         steps = np.array(self.found["steps_s"])

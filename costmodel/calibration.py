@@ -32,6 +32,7 @@ from costmodel.blocks.base import MATRIX_OPS
 from costmodel.blocks.measured import measured_block_ops
 from costmodel.cluster import Device
 from costmodel.codec import DecodeError, content_hash, decode, encode, suggest
+from costmodel.conformal import Intervals
 from costmodel.gpu import block_key, timed_ops
 from costmodel.krige import MINIMUM_POINTS, Surface, fit_surface
 from costmodel.ops import KINDS, Op, coordinates, op
@@ -131,7 +132,7 @@ class _Interpolant:
 class Calibration:
     """Fitted curves of one device. `device`: the figures that utilisation refers to. `constants`: single figures (`samples.CONSTANTS`).
 
-    `compositions` maps `kind/phase/ranks`; `run_residuals` maps a phase (or `step`) to log(measured / predicted) of runs neither fitted nor scored;
+    `compositions` maps `kind/phase/ranks`; `run_residuals` maps a cell to residuals of runs neither fitted nor scored (costmodel.conformal);
     `stale`: op kinds whose sources changed since, whose intervals are widened.
     """
 
@@ -155,6 +156,11 @@ class Calibration:
     @functools.cached_property
     def _memo(self) -> dict[Any, OpTime]:
         return {}
+
+    @functools.cached_property
+    def intervals(self) -> Intervals:
+        """What `run_residuals` make of a prediction."""
+        return Intervals(self.run_residuals)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -1,8 +1,8 @@
 """What a plan costs: step time with its breakdown, memory, what limits it, throughput and dollars - each with interval and source.
 
     interval     within one curve errors add up, between curves they are independent: spread = sqrt(sum over curves (sum of seconds x width)^2);
-                 where the calibration holds residuals of at least `MINIMUM_RUNS` runs (neither fitted nor scored), their quantiles take its
-                 place, widened by how much of the time is extrapolated or worse
+                 where the calibration holds residuals of enough runs (neither fitted nor scored), their quantiles take its place
+                 (costmodel.conformal), widened by how much of the time is extrapolated or worse
     step         on GPUs the steady state of device, host and loader where the host has a lead (costmodel.gpu), else the simulated schedule
     phases       a run reports means over ranks, on which the slowest rank's extra work is waiting: phases are the average rank's, and the step
                  minus their sum is exposed communication
@@ -16,10 +16,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from statistics import NormalDist
 from typing import Literal
-
-import numpy as np
 
 from costmodel.calibration import Calibration
 from costmodel.compute import peak_flops
@@ -36,11 +33,9 @@ from costmodel.stepgraph import COMPUTE, PHASES
 # Relative half-width that a step keeps even where every op is well known: what no op curve holds [Assumed until runs
 # say better].
 FLOOR_WIDTH = {"cpu": 0.12, "gpu": 0.06}
-MINIMUM_RUNS = 10
 WAITED_PHASES = ("input", "sparse", "forward", "backward", "optimizer")
 # A source that makes less than this share of a figure does not name it.
 NEGLIGIBLE = 0.01
-COVERAGE = 0.90
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +60,7 @@ class Estimate:
     mode: Literal["simulated", "bound"]
     exposed: dict[str, float]
     imbalance: dict[str, float]
+    maker: Literal["host", "device"] = "device"
     notes: tuple[str, ...] = ()
 
 
@@ -89,8 +85,10 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         parts = steady.phases(parts)
         total = sum(parts.values())
         parts = {name: value * seconds / total if total > 0 else value for name, value in parts.items()}
-    step = _interval(seconds, lowered.parts, "step", plan, calibration)
-    phases = {name: _interval(value, [p for p in lowered.parts if p[0] == name], name, plan, calibration) for name, value in parts.items()}
+    maker = "host" if steady is not None and steady.launch > max(steady.device, steady.load) else "device"
+    step = _interval(seconds, lowered.parts, "step", plan, calibration, seconds, maker)
+    phases = {name: _interval(value, [p for p in lowered.parts if p[0] == name], name, plan, calibration, seconds, maker)
+              for name, value in parts.items()}
     samples = plan.local_batch * plan.accumulation * plan.layout.world_size
     peak = peak_flops(plan.cluster.device, "bf16" if plan.cluster.device.kind == "gpu" else "fp32")
     exposed = timeline.exposed if timeline is not None else {}
@@ -101,7 +99,8 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         step_time=step, phases=phases, memory=memory(plan, lowered.batch, lowered.loads, calibration),
         limiting=_limiting(lowered, timeline, parts, steady),
         flops_per_rank=lowered.model_flops, local_mfu=lowered.model_flops / (local * peak) if local > 0 else None, mfu_peak=peak,
-        examples_per_second=rate, by_source=_by_source(lowered), mode=mode, exposed=exposed, imbalance=slowest.report(), notes=lowered.notes,
+        examples_per_second=rate, by_source=_by_source(lowered), mode=mode, exposed=exposed, imbalance=slowest.report(), maker=maker,
+        notes=lowered.notes,
         dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
 
 
@@ -141,8 +140,8 @@ def _with_waiting(timeline: Timeline, waiting: float) -> Timeline:
     return dataclasses.replace(timeline, phases=phases)
 
 
-def _interval(value: float, parts: object, name: str, plan: Plan, calibration: Calibration | None) -> Quantity:
-    """`value` with its 90 % interval, see the module docstring."""
+def _interval(value: float, parts: object, name: str, plan: Plan, calibration: Calibration | None, step: float, maker: str) -> Quantity:
+    """`value` of a step of `step` seconds with its 90 % interval, see the module docstring."""
     by_curve: dict[str, float] = defaultdict(float)
     by_source: dict[Source, float] = defaultdict(float)
     total, weak = 0.0, 0.0
@@ -153,31 +152,13 @@ def _interval(value: float, parts: object, name: str, plan: Plan, calibration: C
         weak += seconds if source not in ("measured", "interpolated") else 0.0
     source = worst(s for s, seconds in by_source.items() if seconds > NEGLIGIBLE * total)
     width = math.sqrt(sum(s * s for s in by_curve.values())) / total if total > 0 else 0.0
-    residuals = calibration.run_residuals.get(name, ()) if calibration is not None else ()
-    if len(residuals) >= MINIMUM_RUNS:
-        low, high = _conformal(residuals)
-        factor = 1.0 + (weak / total if total > 0 else 0.0)
-        return Quantity(value=value, low=min(value, value * math.exp(factor * low)), high=max(value, value * math.exp(factor * high)), source=source)
+    found = None
+    if calibration is not None:
+        found = calibration.intervals.bounds(name, maker, value, step, widened=1.0 + (weak / total if total > 0 else 0.0))
+    if found is not None:
+        return Quantity(value=value, low=found[0], high=found[1], source=source)
     width = max(width, FLOOR_WIDTH[plan.cluster.device.kind])
     return Quantity(value=value, low=value * math.exp(-width), high=value * math.exp(width), source=source)
-
-
-def _conformal(residuals: tuple[float, ...]) -> tuple[float, float]:
-    """Bounds of log(measured / predicted) that hold a new one with probability COVERAGE: quantiles at the finite-sample level (n + 1) / n; of fewer
-    runs than have such quantiles, those of a normal distribution whose mean and spread they estimate (Student's t)."""
-    n, tail = len(residuals), (1.0 - COVERAGE) / 2
-    high = (1.0 - tail) * (n + 1) / n
-    if high <= 1.0:
-        return float(np.quantile(residuals, 1.0 - high, method="lower")), float(np.quantile(residuals, high, method="higher"))
-    mean, half = float(np.mean(residuals)), _student(n - 1) * float(np.std(residuals, ddof=1)) * math.sqrt(1.0 + 1.0 / n)
-    return mean - half, mean + half
-
-
-def _student(freedom: int) -> float:
-    """The quantile of Student's t at the upper tail of COVERAGE, by its expansion around the normal one [Abramowitz, Stegun 26.7.5]."""
-    z = NormalDist().inv_cdf((1.0 + COVERAGE) / 2)
-    return (z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-            + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3))
 
 
 def _by_source(lowered: Lowered) -> dict[str, float]:

@@ -86,7 +86,7 @@ def played(pieces: Sequence[Piece]) -> dict[str, float]:
     said so and everything before is done. The host ends a step when the device has ended the one before."""
     host = free = ended = mark = 0.0
     found = dict.fromkeys(PHASES, 0.0)
-    for step in range(_PLAYED):
+    for _ in range(_PLAYED):
         before, found = ended, dict.fromkeys(PHASES, 0.0)
         for piece in pieces:
             launched = host + piece.launch
@@ -112,8 +112,8 @@ def without_launches(graph: StepGraph) -> StepGraph:
 
 
 def pieces(graph: StepGraph, *, early: float = 0.0, micro: float = 0.0, rest: float = 0.0) -> tuple[Piece, ...]:
-    """The compute tasks of a graph in order; empty where anything crosses a link. early: launches of recomputation that forward makes; micro, rest: host
-    seconds of taking a micro-batch, and of a step's end."""
+    """The compute tasks of a graph in order, copies with what waits for them; empty where anything crosses a link. early: launches of recomputation
+    that forward makes; micro, rest: host seconds of taking a micro-batch, and of a step's end."""
     if any(task.stream.startswith("tier:") for task in graph.tasks):
         return ()
     own = [task for task in graph.tasks if task.stream == COMPUTE]
@@ -127,7 +127,8 @@ def pieces(graph: StepGraph, *, early: float = 0.0, micro: float = 0.0, rest: fl
             launch *= 1.0 + early / forward if forward > 0 else 1.0
         elif task.name.startswith("recompute ") and again > 0:
             launch *= 1.0 - early / again
-        found.append(Piece(task.phase, launch + (micro if task.phase == "input" else rest if task.phase == "other" else 0.0), task.seconds))
+        found.append(Piece(task.phase, launch + (micro if task.phase == "input" else rest if task.phase == "other" else 0.0),
+                           task.seconds + sum(graph.tasks[i].seconds for i in task.deps if graph.tasks[i].kind == "copy")))
     return tuple(found)
 
 

@@ -118,7 +118,8 @@ class Pricer:
         seen = self.host.op(one, phase)
         cost = self._costs[one, phase] = Cost(
             seconds=time.seconds, host_seconds=self._launch(time.host_seconds) if seen is None else self._mode * seen, flops=one.flops(phase),
-            bytes=one.bytes(phase), compute_bound=time.seconds if at_peak >= at_bandwidth else 0.0, parts=((time.curve, time.source, time.seconds, time.width),))
+            bytes=one.bytes(phase), compute_bound=time.seconds if at_peak >= at_bandwidth else 0.0,
+            parts=((time.curve, time.source, time.seconds, time.width),))
         return cost
 
     def _launch(self, seconds: float) -> float:

@@ -42,6 +42,11 @@ class Region:
         return self.block.kind
 
     @property
+    def layer(self) -> bool:
+        """Whether it is a layer of a history, which checkpoint policies are for."""
+        return bool(self.sequence) and self.name.startswith(f"{self.sequence}.") and self.name.rsplit(".", 1)[1].isdigit()
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of all `count` blocks."""
         return self.count * self.block.num_parameters

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from costmodel import ops
 from costmodel.blocks import BatchShape, Heads, JaggedShape, Mlp, SequenceInput, Summary
+from costmodel.blocks.interaction import InteractionBlock
 from costmodel.blocks.measured import block_features
 from costmodel.plan import Plan
 from costmodel.regions import Region, regions
@@ -48,7 +49,7 @@ def block_requests(plans: list[Plan], *, seed: int = 0) -> list[BlockRequest]:
                 if precision[region.name] not in PARAM_DTYPES or (isinstance(region.block, Heads) and len({h.hidden for h in plan.model.heads}) > 1):
                     continue
                 described = block_features(region.block, batch)
-                if described is None:  # priced as the sum of its ops
+                if described is None or isinstance(region.block, InteractionBlock):  # priced as the sum of its ops
                     continue
                 features = tuple(described.items())
                 own = tuple(np.minimum(lengths[region.sequence], region.block.limit or np.inf).astype(np.int64).tolist()) if region.sequence else ()

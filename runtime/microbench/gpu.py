@@ -156,7 +156,7 @@ def block_samples(plan: Plan, batch: Lengths, device: torch.device, *, precision
         features = block_features(region.block, batch.shape)
         if features is None:  # priced as the sum of its ops
             continue
-        layer = region.name.split(".")[-1].isdigit()
+        layer = region.layer
         if layers_only and not layer:
             continue
         for policy in policies if layer else ("none",):
@@ -229,8 +229,9 @@ def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: t
             leaves = [leaf(t.count, tokens, t.dim) for t in model.tables if t.sequence == region.sequence]
 
             def enter() -> Tensor:
-                parts = [p for stacked in leaves for p in stacked.unbind(0)]
-                return block(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+                if len(leaves) == 1:
+                    return block(leaves[0].transpose(0, 1).flatten(1))
+                return block(torch.cat([p for stacked in leaves for p in stacked.unbind(0)], dim=1))
 
             return leaves, enter
         x = leaf(tokens, model.dim, dtype=dtype)
@@ -238,16 +239,21 @@ def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: t
     if region.name == "bottom":
         dense = noise(samples, model.num_dense_features, device=device)
         return [], lambda: block(dense)
-    if region.name == "interaction" and not model.interaction_layers:
+    first = region.name == ("interaction.0" if model.interaction_layers else "interaction")
+    if first:
         leaves = [leaf(t.count, samples, t.dim) for t in model.tables if t.sequence is None]
         others = [leaf(samples, model.dim, dtype=dtype) for _ in model.sequences]
         others += [leaf(samples, model.bottom_hidden[-1], dtype=dtype)] if model.num_dense_features else []
 
         def interact() -> Tensor:
-            features = [f for stacked in leaves for f in stacked.unbind(0)] + others
-            return block(torch.cat([f.to(features[-1].dtype) for f in features], dim=1))
+            features = [stacked.transpose(0, 1) for stacked in leaves] + others
+            x = torch.cat([f.to(features[-1].dtype).flatten(1) for f in features], dim=1)
+            return block(x.unflatten(1, (-1, model.feature_dim)) if model.interaction_layers else x)
 
         return [*leaves, *others], interact
+    if region.name.startswith("interaction."):
+        tokens = leaf(samples, region.block.num_tokens, model.feature_dim, dtype=dtype)
+        return [tokens], lambda: block(tokens)
     width = region.block.widths[0] if region.name == "interaction" else model.interaction_hidden[-1]
     x = leaf(samples, width, dtype=dtype)
     return [x], lambda: block(x)

@@ -156,8 +156,7 @@ def small(plan: Plan, count: int, *, micro: int = 1, policy: str | None = None, 
     known = {r.region: r.options[0] for r in plan.regions}
     options = []
     for region in regions(model):
-        layer = region.name.split(".")[-1].isdigit() and bool(region.sequence) and not region.name.startswith("interaction.")
         given = known[region.name].precision if region.name in known else precision
         options.append(RegionPlan(region=region.name, options=(
-            RegionOption(count=region.count, precision=given, checkpoint=own if layer else "none"),)))  # type: ignore[arg-type]
+            RegionOption(count=region.count, precision=given, checkpoint=own if region.layer else "none"),)))  # type: ignore[arg-type]
     return dataclasses.replace(plan, model=model, workload=workload, local_batch=SAMPLES, accumulation=micro, regions=tuple(options), fingerprints={})

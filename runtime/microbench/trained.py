@@ -17,6 +17,7 @@ from costmodel.lower import lower
 from costmodel.ops import BACKWARD, FORWARD
 from costmodel.plan import Plan
 from costmodel.pricer import STEP_OVERHEAD_SECONDS
+from costmodel.regions import regions
 from costmodel.samples import Sample
 from runtime.data import open_source
 from runtime.microbench.gpu import Report, constant, context_bytes
@@ -76,6 +77,7 @@ def layer_policy(plan: Plan) -> str:
 
 def under(plan: Plan, policy: str) -> Plan:
     """The plan with every layer of its histories under `policy`."""
+    layers = {r.name for r in regions(plan.model) if r.layer}
     return dataclasses.replace(plan, fingerprints={}, regions=tuple(
-        dataclasses.replace(r, options=tuple(dataclasses.replace(o, checkpoint=policy) for o in r.options)) if r.region.split(".")[-1].isdigit()
-        else r for r in plan.regions))
+        dataclasses.replace(r, options=tuple(dataclasses.replace(o, checkpoint=policy) for o in r.options)) if r.region in layers else r
+        for r in plan.regions))

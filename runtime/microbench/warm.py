@@ -81,7 +81,7 @@ def run_blocks(plan: Plan, device: torch.device, *, layers_only: bool = False) -
         longest = {s.name: plan.workload.lengths[s.name].maximum for s in plan.model.sequences}
         batch = gpu.Lengths(samples=len(lengths), lengths={name: np.minimum(lengths, most) for name, most in longest.items()})
         for region in regions(plan.model):
-            if block_features(region.block, batch.shape) is None or (layers_only and not region.name.split(".")[-1].isdigit()):
+            if block_features(region.block, batch.shape) is None or (layers_only and not region.layer):
                 continue
             block = gpu.build_block(plan, region, device, precision=precision, policy="none")
             run = gpu.block_run(plan, region, block, batch, device, precision, ops.BACKWARD)
@@ -106,7 +106,7 @@ def _work(what: str, paths: list[str]) -> None:
         plan = Plan.load(path)
         try:
             if what == "blocks":
-                run_blocks(plan, device, layers_only=number > 0)  # the rest of a plan compiles within a second
+                run_blocks(plan, device, layers_only=number > 0 and not plan.model.interaction_layers)  # the rest of a plan compiles within a second
             else:
                 run_tables(plan, device)
             if device.type == "cuda":

@@ -113,10 +113,10 @@ def test_memory_names_what_lies_furthest_below():
 
 
 def test_residuals_become_intervals_by_phase():
-    runs = [known_run(str(i), predicted=1.0, measured=1.0 + 0.01 * i) for i in range(12)]
+    runs = [known_run(str(i), predicted=1.0, measured=1.0 + 0.01 * i) for i in range(24)]
     samples = [Sample(op="linear", phase="forward", features={"m": 10.0, "k": 32.0, "n": 32.0}, dtype="bf16", seconds=1e-5)]
     calibration = fidelity_gpu.with_residuals(fit(Environment(device_name=H200.name, device_kind="cuda"), samples, device=H200), runs)
-    assert len(calibration.run_residuals["step"]) == 12
+    assert len(calibration.run_residuals["step@host"]) == 24
     step = estimate(small_plan(), calibration).step_time
     assert step.high / step.value > step.value / step.low  # measured times lay above their predictions
 

@@ -1,0 +1,42 @@
+"""Intervals from residuals of runs: they hold new runs as often as they say, whatever the cell, and are as wide as its errors."""
+import numpy as np
+import pytest
+
+from costmodel.conformal import Intervals, cell, norm
+
+SPREADS = {("step", "host"): 0.08, ("step", "device"): 0.02, ("forward", "host"): 0.10, ("forward", "device"): 0.03, ("input", "device"): 0.2}
+
+
+def drawn(rng: np.random.Generator, hosts: int, devices: int) -> dict[str, tuple[float, ...]]:
+    counts = {"host": hosts, "device": devices}
+    return {cell(name, maker): tuple(rng.standard_t(5, counts[maker]) * spread + 0.01) for (name, maker), spread in SPREADS.items()}
+
+
+@pytest.mark.parametrize(("hosts", "devices"), [(12, 12), (6, 18), (2, 22)])
+def test_new_runs_are_held_as_often_as_is_said(hosts, devices):
+    rng, hits = np.random.default_rng(0), []
+    for _ in range(150):
+        made, new = Intervals(drawn(rng, hosts, devices)), drawn(rng, 1, 1)
+        for (name, maker) in SPREADS:
+            if hosts < 5 and maker == "host":
+                continue
+            value, step = 0.03, 0.1
+            low, high = made.bounds(name, maker, value, step)
+            hits.append(low <= value + norm(value, step) * new[cell(name, maker)][0] <= high)
+    assert 0.87 < np.mean(hits) < 0.95
+
+
+def test_a_cell_is_as_wide_as_its_own_errors_and_a_small_one_as_all_of_its_figure():
+    rng = np.random.default_rng(1)
+    made = Intervals(drawn(rng, 40, 40))
+    width = lambda made, maker: np.subtract(*made.bounds("step", maker, 0.1, 0.1)[::-1])
+    assert 2.5 < width(made, "host") / width(made, "device") < 6.0
+    low, high = made.bounds("step", "device", 0.1, 0.1, widened=2.0)
+    assert high - low == pytest.approx(2.0 * width(made, "device"))
+    few = Intervals({"step@host": (0.1, -0.1), "step@device": tuple(rng.normal(0, 0.02, 25))})
+    assert width(few, "host") > width(few, "device")
+
+
+def test_too_few_runs_make_no_interval():
+    assert Intervals({}).bounds("step", "host", 1.0, 1.0) is None
+    assert Intervals({"step@host": (0.1,) * 4, "step": (0.1,) * 40}).bounds("step", "host", 1.0, 1.0) is None
