@@ -371,6 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait before a run for others to finish")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--seconds", type=float, default=400.0, help="cuda: no run starts so long after the start")
+    parser.add_argument("--residuals", type=int, default=24, help="cuda: plans that give the intervals")
     parser.add_argument("--calibration-seconds", type=float, default=240.0, help="cuda: of a calibration, about")
     options = parser.parse_args(arguments)
     options.restarts = arguments is None

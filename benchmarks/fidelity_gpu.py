@@ -6,7 +6,7 @@
     python -m benchmarks.fidelity --device cuda --stage report
     python -m benchmarks.fidelity --device cuda --stage refit      the calibration of the same samples under later code; `report` then scores it too
 
-The first `RESIDUALS` plans, of a seed of their own, give the intervals: they are neither fitted nor scored. Every prediction is written before the
+`--residuals` plans, of a seed of their own, give the intervals: they are neither fitted nor scored. Every prediction is written before the
 plan runs. Between two plans everything of the last one is dropped and the caching allocator emptied, so that peaks are a plan's own. `calibrate` and
 `run` need `runtime` and `costmodel` only.
 """
@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +77,31 @@ def fit_samples(work: Path, cluster: Cluster) -> Calibration:
     return fit(dataclasses.replace(environment, device_name=cluster.device.name), samples, device=cluster.device)
 
 
-def predict(work: Path, cluster: Cluster, calibration: Calibration, *, seed: int, count: int) -> list[Path]:
-    """Draws the residual plans, one of a group, and `count` plans to score, whole groups; writes each with its prediction unless it is there."""
+def predict(work: Path, cluster: Cluster, calibration: Calibration, *, seed: int, count: int, residuals: int = RESIDUALS) -> list[Path]:
+    """Writes the drawn plans, each with its prediction, unless they are there."""
     paths = []
-    for own_seed, wanted, kind in ((seed + RESIDUAL_SEED, RESIDUALS, "residual"), (seed, count, "scored")):
-        found: list[Path] = []
+    for name, plan in drawn(cluster, seed=seed, count=count, residuals=residuals):
+        path = work / name / "plan.json"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            dataclasses.replace(plan, prediction=encode(estimate(plan, calibration))).save(path)
+        paths.append(path)
+    return paths
+
+
+def drawn(cluster: Cluster, *, seed: int, count: int, residuals: int = RESIDUALS) -> list[tuple[str, Plan]]:
+    """(name, plan) of the residual plans, one of a group, and of `count` plans to score, whole groups."""
+    plans = []
+    for own_seed, wanted, kind in ((seed + RESIDUAL_SEED, residuals, "residual"), (seed, count, "scored")):
+        found: list[tuple[str, Plan]] = []
         group = 0
         while len(found) < wanted:
             for i, plan in enumerate(space.draw_group(cluster, seed=own_seed, group=group)):
-                if kind == "residual" and i != group % space.PLANS_PER_GROUP:
-                    continue
-                path = work / f"{kind}-{own_seed}-{group}-{i}" / "plan.json"
-                if not path.exists():
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    dataclasses.replace(plan, prediction=encode(estimate(plan, calibration))).save(path)
-                found.append(path)
+                if kind == "scored" or i == group % space.PLANS_PER_GROUP:
+                    found.append((f"{kind}-{own_seed}-{group}-{i}", plan))
             group += 1
-        paths += found
-    return paths
+        plans += found
+    return plans
 
 
 def run(paths: list[Path], device, *, until: float) -> None:
@@ -230,8 +238,8 @@ def main(options: argparse.Namespace, work: Path) -> int:
         else:
             calibrate(work, own, device, seconds=options.calibration_seconds)
     if stage in ("all", "predict"):
-        predict(work, own, load_calibration(calibration_path), seed=options.seed, count=options.count)
-    paths = sorted(work.glob("*/plan.json"), key=_order)
+        predict(work, own, load_calibration(calibration_path), seed=options.seed, count=options.count, residuals=options.residuals)
+    paths = in_turns(work.glob("*/plan.json"))
     if stage in ("all", "run"):
         if not (work / MEASURED).exists():
             (work / MEASURED).write_text(json.dumps(results.stamped()) + "\n")
@@ -249,10 +257,14 @@ def main(options: argparse.Namespace, work: Path) -> int:
     return 0
 
 
-def _order(path: Path) -> tuple[bool, list[int]]:
-    """Residual plans first, then by seed, group and number."""
-    kind, *numbers = path.parent.name.split("-")
-    return kind != "residual", [int(n) for n in numbers]
+def in_turns(paths: Iterable[Path]) -> list[Path]:
+    """Plans by seed, group and number, the residual ones spread evenly among those to score: whenever time is over, there are some of both."""
+    kinds: dict[str, list[tuple[list[int], Path]]] = {}
+    for path in paths:
+        kind, *numbers = path.parent.name.split("-")
+        kinds.setdefault(kind, []).append(([int(n) for n in numbers], path))
+    placed = [((i + 0.5) / len(found), kind, path) for kind, found in kinds.items() for i, (_, path) in enumerate(sorted(found))]
+    return [path for *_, path in sorted(placed)]
 
 
 def cluster() -> Cluster:

@@ -79,6 +79,14 @@ def test_the_kept_cluster_is_the_scenario_s():
     assert fidelity_gpu.cluster() == dataclasses.replace(cluster, memory_budget=None)
 
 
+def test_residual_plans_are_spread_among_those_to_score(tmp_path):
+    names = [name for name, _ in fidelity_gpu.drawn(CLUSTER, seed=3, count=10, residuals=4)]
+    assert len(set(names)) == 14 and sum(name.startswith("scored-3-") for name in names) == 10
+    order = [path.parent.name for path in fidelity_gpu.in_turns(tmp_path / name / "plan.json" for name in sorted(names))]
+    assert [n for n in order if n.startswith("scored")] == [n for n in names if n.startswith("scored")]
+    assert 0 < sum(name.startswith("residual") for name in order[:7]) < 4
+
+
 def test_nothing_starts_after_the_time_is_over(tmp_path, capsys):
     path = tmp_path / "scored-1-0-0" / "plan.json"
     path.parent.mkdir()
