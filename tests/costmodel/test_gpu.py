@@ -8,7 +8,7 @@ from costmodel.blocks.base import MATRIX_OPS
 from costmodel.blocks.measured import block_features
 from costmodel.calibration import Calibration, fit
 from costmodel.estimate import estimate
-from costmodel.gpu import Steady, block_key, has_lead, launches, timed_ops, without_launches
+from costmodel.gpu import Piece, Steady, block_key, has_lead, launches, played, timed_ops, without_launches
 from costmodel.lower import batch_shape, lower
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD, KINDS
@@ -165,3 +165,40 @@ def test_a_slow_loader_makes_the_step():
     made = estimate(plan, slow)
     assert made.step_time.value == pytest.approx(0.5, rel=0.01) and made.limiting == "input"
     assert made.phases["input"].value == pytest.approx(0.5 - estimate(plan, calibration).step_time.value, abs=0.02)
+
+
+def test_phases_of_a_step_that_device_and_host_make_in_turns():
+    """A host that is slow in forward and fast in backward, whose device is the other way round: the device waits where the host has no lead left."""
+    device_made = played((Piece("forward", 1.0, 2.0), Piece("backward", 3.0, 4.0), Piece("optimizer", 1.0, 1.0)))
+    assert device_made == phases(forward=2.0, backward=4.0, optimizer=1.0)
+    host_made = played((Piece("forward", 2.0, 0.1), Piece("backward", 3.0, 0.1), Piece("other", 1.0, 0.0)))
+    assert sum(host_made.values()) == pytest.approx(6.0) and host_made["backward"] == pytest.approx(3.0)
+    mixed = played((Piece("forward", 4.0, 1.0), Piece("backward", 1.0, 3.5)))
+    assert sum(mixed.values()) == pytest.approx(5.0) and mixed["backward"] == pytest.approx(3.5) and mixed["forward"] == pytest.approx(1.5)
+
+
+def host_calibrated(plan: Plan) -> Calibration:
+    figures = {"forward:self_attention@bf16+mlp": 1e-3, "backward:self_attention@bf16+mlp": 2e-3, "forward:self_attention@bf16:full+mlp": 1.5e-3,
+               "backward:self_attention@bf16:full+mlp": 3e-3, "forward:region@bf16": 1e-4, "backward:region@bf16": 2e-4, "forward:loss": 3e-4,
+               "backward:loss": 4e-4, "lookup": 5e-4, "update": 6e-4, "optimizer": 1e-3, "tensor": 1e-6, "input": 2e-3, "other": 1e-4}  # fmt: skip
+    return dataclasses.replace(calibrated(plan, "full", slower=1.0, host=1.0), constants={f"host/{name}": value for name, value in figures.items()})
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_the_host_s_time_is_the_sum_of_the_parts_that_a_trainer_showed(policy):
+    plan = one_gpu(local_batch=4, accumulation=2)
+    plan = dataclasses.replace(plan, regions=tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(
+        o, checkpoint=policy if r.region == "history.0" else "none") for o in r.options)) for r in plan.regions))  # fmt: skip
+    known = host_calibrated(plan)
+    own, tables = regions(plan.model), len(plan.model.tables)
+    others, tensors = sum(r.count for r in own) - LAYER.count, sum(r.count * r.block.num_tensors for r in own)
+    forward = 2 * (LAYER.count * (1.5e-3 if policy == "full" else 1e-3) + others * 1e-4 + 3e-4)
+    backward = 2 * (LAYER.count * (3e-3 if policy == "full" else 2e-3) + others * 2e-4 + 4e-4)
+    expected = phases(input=4e-3, sparse=tables * (2 * 5e-4 + 6e-4), forward=forward, backward=backward, optimizer=1e-3 + tensors * 1e-6, other=1e-4)
+    made = estimate(plan, known)
+    assert made.maker == "host" and made.step_time.value == pytest.approx(sum(expected.values()))
+    for name, seconds in expected.items():
+        assert made.phases[name].value == pytest.approx(seconds, rel=0.05, abs=1.5e-4), name
+    assert sum(launches(lower(plan, known).graph).values()) == pytest.approx(sum(expected.values()) - 4e-3 - 1e-4)
+    compiled = estimate(dataclasses.replace(plan, execution="compile"), known)
+    assert compiled.step_time.value < made.step_time.value
