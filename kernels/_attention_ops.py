@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import _attention_cpu
-from kernels._autograd import differentiable
+from kernels._autograd import differentiable, direct
 from kernels._masks import AttentionBias
 
 KINDS = ("softmax", "gelu", "gelu_fast", "silu", "relu", "identity")
@@ -187,10 +187,11 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad, _):
     q, k, v, out, lse, *rest = ctx.saved_tensors
     out = grad if out is None else out
-    dq, dk, dv, dposition, dtime = attention_backward(grad, q, k, v, out, lse, *rest, *ctx.options)
+    dq, dk, dv, dposition, dtime = _plain_backward(grad, q, k, v, out, lse, *rest, *ctx.options)
     has_position, has_time = rest[2] is not None, rest[3] is not None
     tables = (dposition if has_position else None, dtime if has_time else None)
     return dq, dk, dv, None, None, *tables, *(None,) * (2 + len(ctx.options))
 
 
-_differentiable_attention = differentiable(attention_forward, _backward, setup_context=_setup_context)
+_plain_backward = direct(attention_backward)
+_differentiable_attention = differentiable(attention_forward, _backward, setup_context=_setup_context, costly=True)

@@ -15,10 +15,10 @@ Paths of the backward, all without atomics across programs, so that results repe
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels import _attention_kernels as kernel
+from kernels._launch import cdiv, next_power_of_2, run
 from kernels._tiles import longest_first, tile_map, zero_unowned
 
 SPLIT_IS_FASTER = {("softmax", 1024)}  # [Measured H200, D=128] 289 against the owner's 270 TFLOPS; no other bucket was compared
@@ -102,7 +102,8 @@ def forward(
             return out, lse
     tiles = tiles or forward_tiles(q.dtype, head_dim, _bucket(max_q), _bucket(max_k), options.kind)
     slots = tile_map(offsets[0], rows, tiles.m, out)
-    kernel.attention_forward_kernel[(slots.shape[0] * heads,)](
+    run(
+        kernel.attention_forward_kernel, (slots.shape[0] * heads,),
         q, k, v, out, lse, *offsets, slots, *_bias_arguments(bias, q),
         *_strides(q, k, v), rows, heads, heads // k.shape[1], options.window, _score_scale(options), 1.0 / options.divisor,
         **_meta(q, bias, options), M=tiles.m, N=tiles.n, D=head_dim, SPLIT=tiles.split, STAGES=tiles.stages,
@@ -171,7 +172,8 @@ def backward_path(grad, q, k, v, out, offsets, bias, options, max_q: int, max_k:
 def _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles):
     tiles = tiles or few_queries_tiles(q.dtype, q.shape[2], *maxima, options.kind)
     order = longest_first(*offsets)
-    kernel.few_queries_kernel[(order.shape[0] * q.shape[1],)](
+    run(
+        kernel.few_queries_kernel, (order.shape[0] * q.shape[1],),
         grad, q, k, v, lse, delta, dq, dk, dv, *offsets, order, *_bias_arguments(bias, q), *_table_arguments(tables, q),
         *_strides(grad, q, k, v), q.shape[0], q.shape[1], options.window, *_backward_scales(options),
         **_meta(q, bias, options), COPIES=TABLE_COPIES, M=tiles.m, N=tiles.n, D=q.shape[2], STAGES=tiles.stages,
@@ -182,7 +184,8 @@ def _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, o
 def _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, tables, options, maxima, tiles):
     tiles = tiles or keys_tiles(q.dtype, q.shape[2], *maxima, options.kind)
     slots = tile_map(offsets[1], k.shape[0], tiles.n)
-    kernel.keys_kernel[(slots.shape[0] * k.shape[1],)](
+    run(
+        kernel.keys_kernel, (slots.shape[0] * k.shape[1],),
         grad, q, k, v, lse, delta, dk, dv, *offsets, slots, *_bias_arguments(bias, q), *_table_arguments(tables, q),
         *_strides(grad, q, k, v), q.shape[0], q.shape[1], q.shape[1] // k.shape[1], options.window, *_backward_scales(options),
         **_meta(q, bias, options), COPIES=TABLE_COPIES, M=tiles.m, N=tiles.n, D=q.shape[2],
@@ -196,7 +199,8 @@ def _wide_keys(grad, q, k, v, lse, delta, target, offsets, options, tiles: Tiles
     slots = tile_map(offsets[1], k.shape[0], tiles.n)
     scale, dq_scale, dv_scale = _backward_scales(options)
     meta = {name: value for name, value in _meta(q, (None,) * 4, options).items() if name not in ("POSITION", "TIME")}
-    wide_keys_kernel[(slots.shape[0] * k.shape[1],)](
+    run(
+        wide_keys_kernel, (slots.shape[0] * k.shape[1],),
         grad, q, k, v, lse, delta, target, *offsets, slots, *_strides(grad, q, k, v), q.shape[0], q.shape[1], q.shape[1] // k.shape[1],
         options.window, scale, dv_scale if values else dq_scale, VALUES=values, **meta,
         M=tiles.m, N=tiles.n, D=q.shape[2], SPLIT=tiles.split, STAGES=tiles.stages, num_warps=tiles.warps,
@@ -207,7 +211,8 @@ def _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima, tile
     tiles = tiles or queries_tiles(q.dtype, q.shape[2], *maxima, options.kind)
     slots = tile_map(offsets[0], q.shape[0], tiles.m)
     scale, dq_scale, _ = _backward_scales(options)
-    kernel.queries_kernel[(slots.shape[0] * q.shape[1],)](
+    run(
+        kernel.queries_kernel, (slots.shape[0] * q.shape[1],),
         grad, q, k, v, lse, delta, dq, *offsets, slots, *_bias_arguments(bias, q), *_strides(grad, q, k, v),
         q.shape[0], q.shape[1], q.shape[1] // k.shape[1], options.window, scale, dq_scale,
         **_meta(q, bias, options), M=tiles.m, N=tiles.n, D=q.shape[2], SPLIT=tiles.split, STAGES=tiles.stages, num_warps=tiles.warps,
@@ -218,14 +223,15 @@ def _softmax_delta(grad: Tensor, out: Tensor) -> Tensor:
     rows, heads, head_dim = grad.shape
     delta = torch.empty((heads, rows), dtype=torch.float32, device=grad.device)
     block = max(16, 4096 // head_dim)
-    kernel.softmax_delta_kernel[(triton.cdiv(rows, block),)](
+    run(
+        kernel.softmax_delta_kernel, (cdiv(rows, block),),
         grad, out, delta, rows, *_strides(grad, out), HEADS=heads, M=block, D=head_dim, num_warps=4
     )
     return delta
 
 
 def _bucket(length: int) -> int:
-    return triton.next_power_of_2(max(length, 1))
+    return next_power_of_2(max(length, 1))
 
 
 def _unit_stride(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._hopper_choices import BLOCK_SLOTS as BACKWARD_SLOTS
+from kernels._launch import run
 from kernels._tiles import tile_map, zero_unowned
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -108,7 +109,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block: int, causal
     if out.numel() == 0 or offsets.shape[0] < 2:
         return out.zero_()
     slots = tile_map(offsets, q.shape[0], block, out)
-    block_forward_kernel[(slots.shape[0] * q.shape[1],)](
+    run(
+        block_forward_kernel, (slots.shape[0] * q.shape[1],),
         q, k, v, out, offsets, slots, *_strides(q, k, v), q.shape[1], q.shape[1] // k.shape[1], scale * LOG2E.value,
         CAUSAL=causal, PRECISION=_precision(q), BLOCK=block, D=q.shape[2], num_warps=WARPS[block],
     )  # fmt: skip
@@ -131,7 +133,8 @@ def backward(
             _hopper_launch.block_backward(grad, q, k, v, dq, dk, dv, offsets, causal, scale, BACKWARD_SLOTS)
             return dq, dk, dv
     slots = tile_map(offsets, q.shape[0], block)
-    block_backward_kernel[(slots.shape[0] * k.shape[1],)](
+    run(
+        block_backward_kernel, (slots.shape[0] * k.shape[1],),
         grad, q, k, v, dq, dk, dv, offsets, slots, *_strides(grad, q, k, v),
         q.shape[1], q.shape[1] // k.shape[1], scale * LOG2E.value, scale,
         CAUSAL=causal, PRECISION=_precision(q), BLOCK=block, D=q.shape[2], num_warps=BACKWARD_WARPS[block],

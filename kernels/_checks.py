@@ -5,9 +5,6 @@ Structural checks (rank, dtype, device) are free and run on every call. Checks o
 so there they run only where a caller asks (`validate_offsets`), and the kernels trap on the device where that costs nothing.
 """
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -61,11 +58,3 @@ def validate_ids(name: str, ids: Tensor, *, num_rows: int) -> None:
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type in which sums of `dtype` are accumulated: fp32 for 16-bit floats, else the type itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def register_cuda(op: Any, module: str, function: str) -> None:
-    """Make `module.function` the CUDA kernel of a custom op; the module, and Triton with it, is imported on the first CUDA call."""
-
-    @op.register_kernel("cuda")
-    def _(*args: Any) -> Any:
-        return getattr(importlib.import_module(module), function)(*args)

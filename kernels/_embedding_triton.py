@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernels._checks import accumulate_dtype
 from kernels._jagged_triton import _find_rows, _steps
-from kernels._launch import launch
+from kernels._launch import cdiv, launch, next_power_of_2
 from kernels._rounding_triton import stochastic_round_bf16
 
 _NO_KEY_32 = 2**31 - 1
@@ -335,8 +335,8 @@ def embedding_pooled(weight: Tensor, ids: Tensor, offsets: Tensor, mean: bool, *
     weight, ids, offsets = weight.contiguous(), ids.contiguous(), offsets.contiguous()
     num_bags, dim = offsets.numel() - 1, weight.shape[1]
     out = weight.new_empty((num_bags, dim))
-    block_d = min(triton.next_power_of_2(max(dim, 1)), 512)
-    blocks_d = triton.cdiv(dim, block_d)
+    block_d = min(next_power_of_2(max(dim, 1)), 512)
+    blocks_d = cdiv(dim, block_d)
     if num_bags and dim:
         launch(
             _pooled_kernel, num_bags * blocks_d, (weight, ids, offsets, out, weight.shape[0], dim, blocks_d),
@@ -350,11 +350,11 @@ def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Te
     weight, ids = weight.contiguous(), ids.contiguous()
     num_ids, dim = ids.numel(), weight.shape[1]
     out = weight.new_empty((num_ids, dim))
-    block_d = min(triton.next_power_of_2(max(dim, 1)), 512)
-    blocks_d, rows = triton.cdiv(dim, block_d), max(1, 4096 // block_d)
+    block_d = min(next_power_of_2(max(dim, 1)), 512)
+    blocks_d, rows = cdiv(dim, block_d), max(1, 4096 // block_d)
     if num_ids and dim:
         launch(
-            _sequence_kernel, triton.cdiv(num_ids, rows) * blocks_d, (weight, ids, out, num_ids, weight.shape[0], dim, blocks_d),
+            _sequence_kernel, cdiv(num_ids, rows) * blocks_d, (weight, ids, out, num_ids, weight.shape[0], dim, blocks_d),
             (rows, block_d, check), num_warps=4, key=(weight.dtype, ids.dtype, dim, num_ids >> 31, weight.shape[0] >> 31),
             debug=check, sanitize_overflow=False,
         )  # fmt: skip
@@ -390,10 +390,10 @@ def embedding_update_(
     counts = torch.empty(4, dtype=torch.int32, device=ids.device)
     num_bags = offsets.numel() - 1 if offsets is not None else 0
     offsets = offsets.contiguous() if offsets is not None else None
-    published = torch.empty(triton.cdiv(num_ids, BLOCK), dtype=torch.int32, device=ids.device)
+    published = torch.empty(cdiv(num_ids, BLOCK), dtype=torch.int32, device=ids.device)
     kinds = (weight.dtype, grad_out.dtype, ids.dtype, offsets.dtype if offsets is not None else None, weight.shape[0] >> 31)
     launch(
-        _prepare_kernel, triton.cdiv(num_ids, BLOCK),
+        _prepare_kernel, cdiv(num_ids, BLOCK),
         (ids, offsets, keys, bags, counts, published, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key),
         (BLOCK, offsets is not None, check), num_warps=4, key=kinds, debug=check, sanitize_overflow=False,
     )  # fmt: skip
@@ -402,17 +402,17 @@ def embedding_update_(
     rows = torch.empty_like(keys)
     block = COMPACT_BLOCK if num_ids <= 2**23 else 4 * COMPACT_BLOCK
     launch(
-        _compact_kernel, triton.cdiv(num_ids, block), (keys, order, bags, published, starts, rows, firsts, sources, counts, num_ids, no_key),
+        _compact_kernel, cdiv(num_ids, block), (keys, order, bags, published, starts, rows, firsts, sources, counts, num_ids, no_key),
         (block, offsets is not None), num_warps=block // 256, key=kinds,
     )  # fmt: skip
     most_long = num_ids // (SHORT + 1) + 1
     most_shares = num_ids // SHARE + most_long
     long, arrived, shares = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (6 * most_long, most_long, most_shares))
     sums = torch.empty((most_shares, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
-    programs = min(PLAN_PROGRAMS, triton.cdiv(num_ids, PLAN_RUNS))
+    programs = min(PLAN_PROGRAMS, cdiv(num_ids, PLAN_RUNS))
     launch(_plan_kernel, programs, (starts, rows, counts, long, arrived, shares, programs), (PLAN_RUNS, SHORT, SHARE), num_warps=4, key=kinds)
-    block_d = triton.next_power_of_2(dim)
-    programs = min(PROGRAMS, triton.cdiv(num_ids, RUNS))
+    block_d = next_power_of_2(dim)
+    programs = min(PROGRAMS, cdiv(num_ids, RUNS))
     seed_32 = 0 if seed is None else (seed + 2**31) % 2**32 - 2**31  # only the low 32 bits count
     launch(
         _update_kernel, programs,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._attention_kernels import LOG2E, _activate
+from kernels._launch import cdiv
 from kernels._tiles import tile_map
 
 BLOCK = tl.constexpr(64)
@@ -167,5 +168,5 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((heads, rows), dtype=torch.float32, device=x.device)
     if x.numel():
-        quantize_rows_kernel[(triton.cdiv(rows, 32) * heads,)](x, x8, scale, *x.stride()[:2], rows, heads, M=32, D=head_dim, num_warps=4)
+        quantize_rows_kernel[(cdiv(rows, 32) * heads,)](x, x8, scale, *x.stride()[:2], rows, heads, M=32, D=head_dim, num_warps=4)
     return x8, scale

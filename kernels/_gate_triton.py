@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import cdiv, next_power_of_2, run
+
 ROWS, WARPS = 2, 4
 PROGRAMS_PER_SM = 8  # of the backward, which keep sums of the weight's gradient over all their rows
 
@@ -87,9 +89,10 @@ def gated_concat(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, eps: float)
     out = torch.empty((total, 3 * width), dtype=a.dtype, device=a.device)
     mean, rstd = (torch.empty(total, dtype=torch.float32, device=a.device) for _ in range(2))  # an operator's outputs must not share storage
     if total and width:
-        _forward_kernel[(triton.cdiv(total, ROWS),)](
+        run(
+            _forward_kernel, (cdiv(total, ROWS),),
             u, a, weight, bias, out, mean, rstd, total, width, u.stride(0), a.stride(0), eps,
-            R=ROWS, W=triton.next_power_of_2(width), num_warps=WARPS,
+            R=ROWS, W=next_power_of_2(width), num_warps=WARPS,
         )  # fmt: skip
     return out, mean, rstd
 
@@ -102,11 +105,12 @@ def gated_concat_backward(
     du, da = torch.empty((total, width), dtype=u.dtype, device=u.device), torch.empty((total, width), dtype=a.dtype, device=a.device)
     if not (total and width):
         return du, da, torch.zeros_like(weight), torch.zeros_like(bias)
-    programs = min(triton.cdiv(total, ROWS), PROGRAMS_PER_SM * _multiprocessors(a.device))
+    programs = min(cdiv(total, ROWS), PROGRAMS_PER_SM * _multiprocessors(a.device))
     partial = torch.empty((programs, 2, width), dtype=torch.float32, device=a.device)
-    _backward_kernel[(programs,)](
+    run(
+        _backward_kernel, (programs,),
         grad, u, a, weight, bias, mean, rstd, du, da, partial, total, width, grad.stride(0), u.stride(0), a.stride(0),
-        R=ROWS, W=triton.next_power_of_2(width), num_warps=WARPS,
+        R=ROWS, W=next_power_of_2(width), num_warps=WARPS,
     )  # fmt: skip
     d_weight, d_bias = (partial[:, i].sum(0) for i in range(2))
     return du, da, d_weight.to(weight.dtype), d_bias.to(bias.dtype)

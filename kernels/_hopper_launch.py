@@ -1,9 +1,10 @@
 """Host side of the Hopper kernels: what they accept, TMA descriptors, launches."""
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import _hopper_choices as choices
 from kernels._attention_hopper import hopper_forward_kernel
@@ -11,6 +12,7 @@ from kernels._attention_hopper_bwd import hopper_backward_kernel
 from kernels._attention_hopper_items import hopper_items_kernel
 from kernels._attention_hopper_pair import hopper_dkdv_kernel, hopper_dq_kernel
 from kernels._block_hopper import block_backward_kernel
+from kernels._launch import Box, run
 from kernels._tiles import RANKED, longest_first, ranked_tiles, tile_map, zero_unowned
 
 LOG2E = 1.4426950408889634
@@ -34,7 +36,7 @@ def fits(tensors: tuple[Tensor, ...], num_sequences: int, bias: tuple, options) 
     """Whether the warp-specialised kernels take these arguments: a Hopper GPU, what TMA can address, and no bias."""
     q, k = tensors[:2]
     return (
-        torch.cuda.get_device_capability(q.device)[0] == 9
+        _is_hopper(q.device)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in BACKWARD_QUERIES
         and bias[0] is None
@@ -46,17 +48,27 @@ def fits(tensors: tuple[Tensor, ...], num_sequences: int, bias: tuple, options) 
     )
 
 
+@functools.cache
 def num_programs(device: torch.device) -> int:
     """Programs of a persistent launch: one per multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def descriptor(x: Tensor, rows: int) -> Box:
     """TMA descriptor of `(rows, D)` boxes over `(total, H, D)` seen as a matrix; a head starts at column `head * stride(1)`."""
     total, heads, head_dim = x.shape
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([rows, head_dim], dtype)
-    return TensorDescriptor(x, [total, (heads - 1) * x.stride(1) + head_dim], [x.stride(0), 1], [rows, head_dim], layout)
+    row, head, _ = x.stride()
+    return Box(x, [total, (heads - 1) * head + head_dim], [row, 1], [rows, head_dim], _layout(x.dtype, rows, head_dim))
+
+
+@functools.cache
+def _layout(dtype: torch.dtype, rows: int, head_dim: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, head_dim], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
 
 
 def meta(q: Tensor, options) -> dict:
@@ -83,7 +95,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: 
     n, stages = FORWARD_TILES[head_dim, softmax and max_k > SHORT]
     tiles, count = ranked_tiles(*offsets, rows, 128, out)
     scale = options.scale * LOG2E if softmax else options.scale
-    hopper_forward_kernel[(num_programs(q.device),)](
+    run(
+        hopper_forward_kernel, (num_programs(q.device),),
         descriptor(q, 64), descriptor(k, n), descriptor(v, n), out, lse if softmax else out, *offsets, tiles, count,
         rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), options.window, scale, 1.0 / options.divisor,
         **meta(q, options), N=n, D=head_dim, STAGES=stages,
@@ -100,7 +113,8 @@ def forward_items(q, k, v, out, lse, offsets, options, choice: tuple[int, int, i
         raise ValueError(f"tiles: {tiles} an item share their keys, which a mask by position does not allow")
     items, count = ranked_tiles(*offsets, rows, consumers * 64 * tiles, out)
     scale = options.scale * LOG2E if softmax else options.scale
-    hopper_items_kernel[(num_programs(q.device),)](
+    run(
+        hopper_items_kernel, (num_programs(q.device),),
         descriptor(q, 64), descriptor(k, n), descriptor(v, n), out, lse if softmax else out, *offsets, items, count,
         rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), options.window, scale, 1.0 / options.divisor,
         **meta(q, options), N=n, D=head_dim, STAGES=stages, CONSUMERS=consumers, TILES=tiles,
@@ -122,7 +136,8 @@ def backward(
         items, count = ranked_tiles(offsets[1], offsets[0], k.shape[0], 128)
         scratch = dq
     scale = options.scale * LOG2E if options.kind == "softmax" else options.scale
-    hopper_backward_kernel[(num_programs(q.device),)](
+    run(
+        hopper_backward_kernel, (num_programs(q.device),),
         descriptor(q, m), descriptor(grad, m), descriptor(k, 128), descriptor(v, 128), dq, scratch, dk, dv, lse, delta,
         *offsets, items, count, rows, heads, heads // k.shape[1], q.stride(1), grad.stride(1), k.stride(1), v.stride(1),
         options.window, scale, options.scale / options.divisor, 1.0 / options.divisor,
@@ -148,13 +163,15 @@ def backward_pair(
     constants = {**meta(q, options), "D": head_dim, "CONSUMER_REGISTERS": 240, **PARTITIONS}
     grid = (num_programs(q.device),)
     n, stages, slots = DQ_TILES[head_dim, softmax]
-    hopper_dq_kernel[grid](
+    run(
+        hopper_dq_kernel, grid,
         descriptor(q, 64), descriptor(grad, 64), descriptor(o, 64), descriptor(k, n), descriptor(v, n), dq, lse, delta,
         *offsets, *tiles, *sizes, q.stride(1), grad.stride(1), o.stride(1), k.stride(1), v.stride(1), options.window, scale,
         options.scale / options.divisor, N=n, STAGES=stages, SLOTS=slots, **constants,
     )  # fmt: skip
     n, stages, slots = DKDV_TILES[head_dim, max_q <= SHORT]
-    hopper_dkdv_kernel[grid](
+    run(
+        hopper_dkdv_kernel, grid,
         descriptor(q, n), descriptor(grad, n), descriptor(k, 64), descriptor(v, 64), dk, dv, lse, delta,
         *offsets, *items, *sizes, q.stride(1), grad.stride(1), k.stride(1), v.stride(1), options.window, scale,
         options.scale / options.divisor, 1.0 / options.divisor, N=n, STAGES=stages, SLOTS=slots, **constants,
@@ -165,7 +182,8 @@ def block_backward(grad, q, k, v, dq, dk, dv, offsets: Tensor, causal: bool, sca
     """Fill dq, dk and dv of blocks of 64 rows."""
     heads, head_dim = q.shape[1:]
     owners = tile_map(offsets, q.shape[0], 64)
-    block_backward_kernel[(num_programs(q.device),)](
+    run(
+        block_backward_kernel, (num_programs(q.device),),
         descriptor(q, 64), descriptor(k, 64), descriptor(v, 64), descriptor(grad, 64), dq, dk, dv, offsets, owners,
         owners.shape[0] * heads, heads, q.stride(1), k.stride(1), v.stride(1), grad.stride(1), scale * LOG2E, scale,
         CAUSAL=causal, D=head_dim, SLOTS=slots, HELPERS=2, num_warps=4,
@@ -176,7 +194,7 @@ def block_fits(tensors: tuple[Tensor, ...], block: int) -> bool:
     """Whether `block_backward` takes these arguments: a Hopper GPU, blocks of 64, ungrouped heads, what TMA can address."""
     q, k = tensors[:2]
     return (
-        torch.cuda.get_device_capability(q.device)[0] == 9
+        _is_hopper(q.device)
         and block == 64
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._fp8 import E4M3_MAX, HADAMARD_BLOCK, MIN_AMAX
-from kernels._launch import launch
+from kernels._launch import cdiv, launch, next_power_of_2
 from kernels._rounding_triton import random_bits
 from kernels.norm_quant import TENSOR_WISE, scales_shape
 
@@ -386,7 +386,7 @@ def _shape(dim: int, per_thread: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps, so that a thread holds about `per_thread` elements and a warp at least one row."""
     if dim > MAX_DIM:
         raise ValueError(f"x: {dim} columns, CUDA takes up to {MAX_DIM}")
-    block_d = max(32, triton.next_power_of_2(dim))
+    block_d = max(32, next_power_of_2(dim))
     warps = min(32, max(1, block_d // (32 * per_thread)))
     return max(1, warps * 32 * per_thread // block_d), block_d, warps
 
@@ -399,7 +399,7 @@ def _settings(scaling: str, dim: int) -> tuple[bool, int, int, bool]:
         table = SETTINGS["tensor"]
     else:
         return False, ELEMENTS_PER_THREAD, 0, False
-    return table[min(max(table), max(min(table), triton.next_power_of_2(dim)))]
+    return table[min(max(table), max(min(table), next_power_of_2(dim)))]
 
 
 def _32(seed: int | None) -> int:
@@ -427,7 +427,7 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, lay
     rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
     if num_rows:
         launch(
-            _norm_kernel, triton.cdiv(num_rows, rows),
+            _norm_kernel, cdiv(num_rows, rows),
             (x, weight.contiguous(), bias.contiguous() if bias is not None else None, out, mean, rstd, num_rows, eps),
             (dim, rows, block_d, kind, bias is not None, _even(x, rows, block_d), tl.float64 if x.dtype == torch.float64 else tl.float32),
             num_warps=warps, key=(x.dtype, weight.dtype, None if bias is None else bias.dtype),
@@ -443,7 +443,7 @@ def norm_backward(
     num_rows, dim = x.shape
     rows, block_d, warps = _shape(dim, BACKWARD_ELEMENTS_PER_THREAD)
     dx = torch.empty_like(x) if scales is None else torch.empty_like(grad)
-    programs = min(max(1, BACKWARD_WARPS_PER_SM // warps) * _num_sms(x.device), max(1, triton.cdiv(num_rows, rows)))
+    programs = min(max(1, BACKWARD_WARPS_PER_SM // warps) * _num_sms(x.device), max(1, cdiv(num_rows, rows)))
     partial = torch.empty((2 if layernorm else 1, programs, dim), dtype=rstd.dtype, device=x.device)
     accumulate = tl.float64 if x.dtype == torch.float64 else tl.float32
     kinds = (grad.dtype, x.dtype, weight.dtype)
@@ -454,7 +454,7 @@ def norm_backward(
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     d_bias = torch.empty_like(d_weight) if layernorm else weight.new_empty(0)
     launch(
-        _sum_partials_kernel, triton.cdiv(dim, 32), (partial, d_weight, d_bias, programs, dim), (128, 32, layernorm, accumulate),
+        _sum_partials_kernel, cdiv(dim, 32), (partial, d_weight, d_bias, programs, dim), (128, 32, layernorm, accumulate),
         num_warps=4, key=(*kinds, dim),
     )  # fmt: skip
     return dx, d_weight, d_bias
@@ -480,8 +480,8 @@ def norm_quantize(
     amax = torch.zeros(() if scaling in TENSOR_WISE else (0,), dtype=torch.int32, device=x.device)
     options = dict(KIND=kind, BIAS=bias is not None, RCEIL=rceil, HADAMARD=hadamard_seed is not None, STOCHASTIC=seed is not None)
     if num_rows and scaling == "mxfp8_32x32":
-        block_d = min(128, triton.next_power_of_2(dim))
-        _norm_quantize_square_kernel[(triton.cdiv(num_rows, 32),)](
+        block_d = min(128, next_power_of_2(dim))
+        _norm_quantize_square_kernel[(cdiv(num_rows, 32),)](
             x, weight, bias, values, scales, mean, rstd, num_rows, eps, _32(hadamard_seed), _32(seed),
             dim=dim, BLOCK_D=block_d, EVEN=_even(x, 32, block_d), num_warps=4, **options,
         )  # fmt: skip
@@ -491,7 +491,7 @@ def norm_quantize(
         for one in ("tensor_amax", scaling) if scaling == "tensor_dynamic" else (scaling,):
             loop, per_thread, warps_per_sm, eights = _settings(one, dim)
             rows, block_d, warps = _shape(dim, per_thread)
-            tiles = triton.cdiv(num_rows, rows)
+            tiles = cdiv(num_rows, rows)
             programs = min(tiles, max(1, warps_per_sm // warps) * _num_sms(x.device)) if loop else tiles
             launch(
                 _norm_quantize_kernel, programs,

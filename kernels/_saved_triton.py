@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._launch import launch
+from kernels._launch import cdiv, launch
 from kernels._norm_triton import (
     ELEMENTS_PER_THREAD,
     _columns,
@@ -147,7 +147,7 @@ def restore_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
     if num_rows:
-        launch(_restore_rows_kernel, triton.cdiv(num_rows, rows), (values.contiguous(), scales, out, num_rows),
+        launch(_restore_rows_kernel, cdiv(num_rows, rows), (values.contiguous(), scales, out, num_rows),
                (dim, rows, block_d, _even(values, rows, block_d)), num_warps=warps, key=dtype)
     return out
 
@@ -159,7 +159,7 @@ def gelu_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     out, scales = torch.empty_like(x), torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
     rows, block_d, warps = _shape(dim, GELU_ELEMENTS_PER_THREAD)
     if num_rows:
-        launch(_gelu_rows_kernel, triton.cdiv(num_rows, rows), (x, out, values, scales, num_rows), (dim, rows, block_d, _even(x, rows, block_d)),
+        launch(_gelu_rows_kernel, cdiv(num_rows, rows), (x, out, values, scales, num_rows), (dim, rows, block_d, _even(x, rows, block_d)),
                num_warps=warps, key=x.dtype)
     return out, values, scales
 
@@ -176,7 +176,7 @@ def _gelu_restored(values: Tensor, scales: Tensor, grad: Tensor | None, out: Ten
     num_rows, dim = values.shape
     rows, block_d, warps = _shape(dim, GELU_ELEMENTS_PER_THREAD)
     if num_rows:
-        launch(_gelu_restored_kernel, triton.cdiv(num_rows, rows), (values, scales, grad, out, num_rows),
+        launch(_gelu_restored_kernel, cdiv(num_rows, rows), (values, scales, grad, out, num_rows),
                (dim, rows, block_d, _even(values, rows, block_d), grad is not None), num_warps=warps, key=out.dtype)
     return out
 
@@ -190,7 +190,7 @@ def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool) -
     mean, rstd = torch.empty(num_rows, **fp32), torch.empty(num_rows, **fp32)
     rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
     if num_rows:
-        launch(_norm_rows_kernel, triton.cdiv(num_rows, rows),
+        launch(_norm_rows_kernel, cdiv(num_rows, rows),
                (x, weight.contiguous(), bias.contiguous(), out, values, scales, mean, rstd, num_rows, eps),
                (dim, rows, block_d, keep, _even(x, rows, block_d)), num_warps=warps, key=(x.dtype, weight.dtype))
     return out, values, scales, mean, rstd
@@ -201,7 +201,7 @@ def norm_restore(values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor, m
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
     if num_rows:
-        launch(_norm_restore_kernel, triton.cdiv(num_rows, rows),
+        launch(_norm_restore_kernel, cdiv(num_rows, rows),
                (values, scales, weight.contiguous(), bias.contiguous(), mean, rstd, out, num_rows),
                (dim, rows, block_d, _even(values, rows, block_d)), num_warps=warps, key=(dtype, weight.dtype))
     return out
@@ -213,11 +213,11 @@ def norm_gradient(values: Tensor, scales: Tensor, grad: Tensor, weight: Tensor, 
 
 def to_mx4(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
-    blocks = triton.cdiv(x.numel(), MX4_BLOCK)
+    blocks = cdiv(x.numel(), MX4_BLOCK)
     codes = torch.empty(blocks * MX4_BLOCK // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(blocks, dtype=torch.uint8, device=x.device)
     if blocks:
-        launch(_to_mx4_kernel, triton.cdiv(blocks, GROUPS), (x, codes, scales, x.numel(), blocks), (GROUPS,), num_warps=4,
+        launch(_to_mx4_kernel, cdiv(blocks, GROUPS), (x, codes, scales, x.numel(), blocks), (GROUPS,), num_warps=4,
                key=(x.dtype, x.numel() >= 2**31))
     return codes, scales
 
@@ -226,6 +226,6 @@ def from_mx4(codes: Tensor, scales: Tensor, numel: int, dtype: torch.dtype) -> T
     out = torch.empty(numel, dtype=dtype, device=codes.device)
     if numel:
         blocks = scales.shape[0]
-        launch(_from_mx4_kernel, triton.cdiv(blocks, GROUPS), (codes, scales, out, numel, blocks), (GROUPS,), num_warps=4,
+        launch(_from_mx4_kernel, cdiv(blocks, GROUPS), (codes, scales, out, numel, blocks), (GROUPS,), num_warps=4,
                key=(dtype, numel >= 2**31))
     return out

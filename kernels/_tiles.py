@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._launch import cdiv, next_power_of_2, run
+
 SEARCH = 256  # slots per program of the map kernel: one warp-wide binary search each, about 3 us in all
 RANKED = 4096  # above so many sequences the longest one is small beside the whole, and ranking (quadratic) would cost more than it saves
 
@@ -19,10 +21,11 @@ def tile_map(offsets: Tensor, rows: int, block: int, out: Tensor | None = None) 
     num_slots = rows // block + offsets.shape[0] - 1
     slots = torch.empty(num_slots, dtype=torch.int32, device=offsets.device)
     width = 0 if out is None else out.shape[1] * out.shape[2]
-    grid = (max(triton.cdiv(num_slots, SEARCH), 1),)
-    _map_kernel[grid](
+    grid = (max(cdiv(num_slots, SEARCH), 1),)
+    run(
+        _map_kernel, grid,
         offsets, slots, slots if out is None else out, num_slots, offsets.shape[0] - 1, rows,
-        block, width, triton.next_power_of_2(max(width, 1)), SEARCH, num_warps=4,
+        block, width, next_power_of_2(max(width, 1)), SEARCH, num_warps=4,
     )  # fmt: skip
     return slots
 
@@ -31,7 +34,7 @@ def zero_unowned(offsets: Tensor, *tensors: Tensor) -> None:
     """Zero the rows of contiguous `(rows, H, D)` tensors outside `[offsets[0], offsets[-1])`; usually there are none."""
     for x in tensors:
         width = x.shape[1] * x.shape[2]
-        _zero_kernel[(16,)](offsets, x, offsets.shape[0] - 1, x.shape[0], width, triton.next_power_of_2(max(width, 1)), num_warps=4)
+        run(_zero_kernel, (16,), offsets, x, offsets.shape[0] - 1, x.shape[0], width, next_power_of_2(max(width, 1)), num_warps=4)
 
 
 def longest_first(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
@@ -40,7 +43,7 @@ def longest_first(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
     order = torch.empty(num, dtype=torch.int32, device=q_offsets.device)
     if num > RANKED:
         return torch.arange(num, dtype=torch.int32, device=q_offsets.device)
-    _rank_kernel[(triton.cdiv(num, 32),)](q_offsets, k_offsets, order, num, 32, 256, num_warps=4)
+    run(_rank_kernel, (cdiv(num, 32),), q_offsets, k_offsets, order, num, 32, 256, num_warps=4)
     return order
 
 
@@ -110,9 +113,10 @@ def ranked_tiles(q_offsets: Tensor, k_offsets: Tensor, rows: int, block: int, ou
     tiles = torch.empty((rows // block + num, 2), dtype=torch.int32, device=q_offsets.device)
     count = torch.empty(1, dtype=torch.int32, device=q_offsets.device)
     width = 0 if out is None else out.shape[1] * out.shape[2]
-    _ranked_tiles_kernel[(triton.cdiv(num, 16),)](
+    run(
+        _ranked_tiles_kernel, (cdiv(num, 16),),
         q_offsets, k_offsets, tiles, count, tiles if out is None else out, num, rows,
-        block, width, triton.next_power_of_2(max(width, 1)), 16, 256, num_warps=4,
+        block, width, next_power_of_2(max(width, 1)), 16, 256, num_warps=4,
     )  # fmt: skip
     return tiles, count
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import _attention_cpu
 from kernels._attention_ops import check_offsets_content, check_offsets_like, check_qkv
-from kernels._autograd import differentiable
+from kernels._autograd import differentiable, direct
 
 BLOCKS = (32, 64, 128)
 
@@ -87,10 +87,11 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad):
     q, k, v, offsets = ctx.saved_tensors
-    return *block_backward(grad, q, k, v, offsets, *ctx.options), None, None, None, None, None
+    return *_plain_backward(grad, q, k, v, offsets, *ctx.options), None, None, None, None, None
 
 
-_differentiable_blocks = differentiable(block_forward, _backward, setup_context=_setup_context)
+_plain_backward = direct(block_backward)
+_differentiable_blocks = differentiable(block_forward, _backward, setup_context=_setup_context, costly=True)
 
 
 def block_edges(offsets: Tensor, block: int) -> Tensor:

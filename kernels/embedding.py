@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._autograd import differentiable
-from kernels._checks import accumulate_dtype, check_offsets, check_same_device, register_cuda, validate_ids, validate_offsets
+from kernels._autograd import differentiable, direct, register_cuda
+from kernels._checks import accumulate_dtype, check_offsets, check_same_device, validate_ids, validate_offsets
 from kernels._rounding import stochastic_round_bf16
 
 __all__ = ["embedding_backward_update_", "embedding_pooled", "embedding_sequence", "new_optimizer_state", "validate_ids"]
@@ -62,7 +62,7 @@ def embedding_pooled(weight: Tensor, ids: Tensor, offsets: Tensor, *, mode: Mode
     use `embedding_backward_update_` instead of autograd.
     """
     _check_lookup(weight, ids, offsets, mode)
-    return torch.ops.planner_kernels.embedding_pooled(weight, ids, offsets, mode == "mean")
+    return _differentiable_pooled(weight, ids, offsets, mode == "mean")
 
 
 def embedding_sequence(weight: Tensor, ids: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _pooled_setup(ctx, inputs, output) -> None:
 
 def _pooled_backward(ctx, grad: Tensor):
     ids, offsets = ctx.saved_tensors
-    return torch.ops.planner_kernels.embedding_dense_grad(grad, ids, offsets, ctx.num_rows, ctx.mean), None, None, None
+    return _plain_grad(grad, ids, offsets, ctx.num_rows, ctx.mean), None, None, None
 
 
 def _sequence_setup(ctx, inputs, output) -> None:
@@ -167,10 +167,11 @@ def _sequence_setup(ctx, inputs, output) -> None:
 
 def _sequence_backward(ctx, grad: Tensor):
     (ids,) = ctx.saved_tensors
-    return torch.ops.planner_kernels.embedding_dense_grad(grad, ids, None, ctx.num_rows, False), None
+    return _plain_grad(grad, ids, None, ctx.num_rows, False), None
 
 
-_embedding_pooled.register_autograd(_pooled_backward, setup_context=_pooled_setup)
+_differentiable_pooled = differentiable(_embedding_pooled, _pooled_backward, setup_context=_pooled_setup)
+_plain_grad = direct(_embedding_dense_grad)
 _differentiable_sequence = differentiable(_embedding_sequence, _sequence_backward, setup_context=_sequence_setup)
 
 
@@ -255,10 +256,11 @@ def embedding_backward_update_(
         raise ValueError(f"step: {step} is below 1")
     if stochastic_rounding_seed is not None and weight.dtype != torch.bfloat16:
         raise ValueError(f"stochastic_rounding_seed: only for bf16 tables, this one is {weight.dtype}")
-    torch.ops.planner_kernels.embedding_update_(
+    _plain_update(
         weight, state1, state2, grad_out.detach(), ids, offsets, optimizer, mode == "mean",
         lr, eps, betas[0], betas[1], step, weight_decay, stochastic_rounding_seed,
     )  # fmt: skip
+    torch.autograd.graph.increment_version([t for t in (weight, state1, state2) if t is not None])
 
 
 @torch.library.custom_op("planner_kernels::embedding_update_", mutates_args=("weight", "state1", "state2"), device_types="cpu")
@@ -320,6 +322,7 @@ def _(
     return None
 
 
+_plain_update = direct(_embedding_update)
 for _op, _name in (
     (_embedding_pooled, "embedding_pooled"),
     (_embedding_sequence, "embedding_sequence"),

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._autograd import differentiable
-from kernels._checks import accumulate_dtype, check_same_device, register_cuda
+from kernels._autograd import differentiable, direct, register_cuda
+from kernels._checks import accumulate_dtype, check_same_device
 
 __all__ = ["gated_concat"]
 
@@ -76,9 +76,10 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor, _mean, _rstd):
-    return *torch.ops.planner_kernels.gated_concat_backward(grad, *ctx.saved_tensors), None
+    return *_plain_backward(grad, *ctx.saved_tensors), None
 
 
+_plain_backward = direct(_gated_concat_backward)
 _differentiable_gate = differentiable(_gated_concat, _backward, setup_context=_setup)
 for _op, _name in ((_gated_concat, "gated_concat"), (_gated_concat_backward, "gated_concat_backward")):
     register_cuda(_op, "kernels._gate_triton", _name)

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._autograd import differentiable
-from kernels._checks import accumulate_dtype, check_offsets, check_same_device, register_cuda, validate_ids, validate_offsets
+from kernels._autograd import differentiable, direct, register_cuda
+from kernels._checks import accumulate_dtype, check_offsets, check_same_device, validate_ids, validate_offsets
 
 __all__ = [
     "jagged_broadcast",
@@ -452,7 +452,7 @@ def _reduce_setup(ctx, inputs, output) -> None:
 
 def _reduce_backward(ctx, grad: Tensor):
     (offsets,) = ctx.saved_tensors
-    return torch.ops.planner_kernels.jagged_broadcast(grad, offsets, ctx.total, ctx.mean), None, None
+    return _plain_broadcast(grad, offsets, ctx.total, ctx.mean), None, None
 
 
 def _broadcast_setup(ctx, inputs, output) -> None:
@@ -466,6 +466,7 @@ def _broadcast_backward(ctx, grad: Tensor):
     return torch.ops.planner_kernels.jagged_reduce(grad, offsets, ctx.mean), None, None, None
 
 
+_plain_broadcast = direct(_jagged_broadcast)
 _differentiable_reduce = differentiable(_jagged_reduce, _reduce_backward, setup_context=_reduce_setup)
 _jagged_broadcast.register_autograd(_broadcast_backward, setup_context=_broadcast_setup)
 

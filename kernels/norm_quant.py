@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from kernels import _fp8
-from kernels._autograd import differentiable
-from kernels._checks import check_same_device, register_cuda
+from kernels._autograd import differentiable, direct, register_cuda
+from kernels._checks import check_same_device
 from kernels._fp8 import HADAMARD_BLOCK, hadamard_transform
 
 __all__ = ["NormQuantized", "Quantized", "hadamard_transform", "layer_norm", "norm_backward", "norm_quantize", "quantize", "rms_norm"]
@@ -119,7 +119,7 @@ def norm_backward(
     _check_norm(x, weight, None, kind)
     if grad.shape != x.shape:
         raise ValueError(f"grad: expected shape {tuple(x.shape)}, got {tuple(grad.shape)}")
-    dx, d_weight, d_bias = torch.ops.planner_kernels.norm_backward(grad, x, weight, mean, rstd, kind == "layernorm")
+    dx, d_weight, d_bias = _plain_backward(grad, x, weight, mean, rstd, kind == "layernorm")
     return dx, d_weight, d_bias if kind == "layernorm" else None
 
 
@@ -184,10 +184,11 @@ def _forward_backward(ctx, grad: Tensor | None, grad_mean: Tensor | None, grad_r
     if grad is None:
         return None, None, None, None, None
     x, weight, mean, rstd = ctx.saved_tensors
-    dx, d_weight, d_bias = torch.ops.planner_kernels.norm_backward(grad, x, weight, mean, rstd, ctx.layernorm)
+    dx, d_weight, d_bias = _plain_backward(grad, x, weight, mean, rstd, ctx.layernorm)
     return dx, d_weight, d_bias if ctx.has_bias else None, None, None
 
 
+_plain_backward = direct(_norm_backward)
 _differentiable_norm = differentiable(_norm_forward, _forward_backward, setup_context=_forward_setup)
 
 

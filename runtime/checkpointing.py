@@ -19,8 +19,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import kernels  # noqa: F401 - registers the operators named below
 import runtime.precision.linear  # noqa: F401 - registers the product below 16 bits
 from costmodel.plan import Checkpoint
+from runtime.model.hstu import HSTU
+from runtime.model.llama import Llama
+from runtime.model.masknet import MaskNet
+from runtime.model.pyramid import Pyramid
+from runtime.model.self_attention import TransformerBlock
+from runtime.recompute import recompute_in_backward
 
 EXECUTABLE = ("none", "selective", "full")
+_LAYERS = (TransformerBlock, HSTU, Llama, MaskNet, Pyramid)
 
 
 def _saved_operators() -> frozenset:
@@ -43,6 +50,9 @@ def apply_checkpointing(block: nn.Module, policy: Checkpoint, *, compiled: bool 
         raise ValueError(f"checkpoint policy {policy!r} is not executable; the runtime has {', '.join(EXECUTABLE)}")
     if policy == "none":
         return
+    if not compiled and (policy == "full" or _products_are_modules(block)):
+        recompute_in_backward(block, keep_products=policy == "selective")
+        return
     contexts = _no_contexts
     if policy == "selective":
         contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, _saved_operators()))
@@ -51,6 +61,11 @@ def apply_checkpointing(block: nn.Module, policy: Checkpoint, *, compiled: bool 
         options = {} if policy == "full" else {"context_fn": contexts}
     # no block draws random numbers, so the generator's state need not be kept
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def _products_are_modules(block: nn.Module) -> bool:
+    """Whether all of its products are of `nn.Linear` modules in 16 bits or more, and attention; other blocks are seen operator by operator."""
+    return isinstance(block, _LAYERS) and all(type(m) is nn.Linear for m in block.modules() if isinstance(m, nn.Linear))
 
 
 def _no_contexts():
