@@ -26,11 +26,12 @@ from pathlib import Path
 from benchmarks import multi_gpu_report
 from benchmarks import multi_gpu_space as space
 from benchmarks.multi_gpu_space import PARTS, WARMING
-from costmodel import launch
+from costmodel import comms_curves, launch
 from costmodel.calibration import Calibration, fit
 from costmodel.calibration import load as load_calibration
 from costmodel.cluster import Cluster
 from costmodel.codec import encode
+from costmodel.comms import calibrated_curves
 from costmodel.estimate import estimate
 from costmodel.plan import Plan
 from costmodel.samples import Environment, Sample, read_samples
@@ -70,8 +71,19 @@ def refit(work: Path, cluster: Cluster) -> Calibration:
     if environment is None:
         raise SystemExit(f"{work}: no samples; --stage calibrate first, or --calibration FILE")
     calibration = fit(dataclasses.replace(environment, device_name=cluster.device.name), found.values(), device=cluster.device)
+    weight = uneven_weight(work, calibration, cluster)
+    if weight is not None:
+        calibration = dataclasses.replace(calibration, constants={**calibration.constants, "uneven_weight": weight})
     calibration.save(work / "calibration.json")
     return calibration
+
+
+def uneven_weight(work: Path, calibration: Calibration, cluster: Cluster) -> float | None:
+    """From every other timed share of uneven all-to-alls; the rest is kept for the report."""
+    notes = json.loads((work / "beside.json").read_text()) if (work / "beside.json").exists() else {}
+    curve = next((c for c in calibrated_curves(calibration, cluster) if c.collective == "all_to_all" and c.group == RANKS), None)
+    fitted, _ = multi_gpu_report.uneven_split(notes.get("uneven", []))
+    return comms_curves.uneven_weight(curve, fitted) if curve is not None else None
 
 
 def without_loader(calibration: Calibration) -> Calibration:

@@ -2,12 +2,12 @@
 
     ops          a rank's own share of the subjects' ops, on its own device
     alone        plans of one rank, dealt to the ranks
-    collectives  collectives, what FSDP2 and the sparse exchange do around them, contention
+    collectives  collectives, even and uneven, what FSDP2 and the sparse exchange do around them, contention
     plans        those of all ranks, in the order of plans.json
-    links        uneven all-to-alls, copies from the host, contention by CTAs, an all-gather by the copy engines
+    links        copies from the host, an all-gather by the copy engines, contention by CTAs
 
-`ops` and `alone` come before the ranks know each other. Without torchrun `--warm PLAN` trains two steps and leaves compiled kernels in Triton's
-cache.
+`ops` and `alone` come before the ranks know each other, the others in the order asked. Without torchrun `--warm PLAN` trains two steps and leaves
+compiled kernels in Triton's cache.
 
 Rank 0 says which plan is next, so all ranks stop at the same one when the time is over. A plan that fails is recorded and the next one begins in the
 same process group; where it failed on some ranks only, hangs, or left a collective that no rank answers, `multi_gpu_guard` ends the job, which is
@@ -59,6 +59,8 @@ RUN_SECONDS, MIN_STEPS, MAX_STEPS, BATCHES, TRACED = 0.8, 8, 60, 3, 3
 SETTLING = 2  # steps after the warm-up that no figure holds
 # Of a rank's own ops: seconds in all and a point; of peer copies, before they are given up.
 OP_SECONDS, POINT_SECONDS, PEER_SECONDS = 36.0, 0.02, 25.0
+# That plans leave to parts behind them: to `links` for all of it but contention by CTAs.
+RESERVED = {"collectives": 13.0, "links": 8.0}
 STACKS_EVERY = 20
 
 
@@ -68,13 +70,18 @@ STACKS_EVERY = 20
 class Calibrating:
     """Samples of this job, written by rank 0 after every part."""
 
-    def __init__(self, work: Path, meshes: mesh.Meshes, device: torch.device) -> None:
+    def __init__(self, work: Path, meshes: mesh.Meshes, device: torch.device, *, until: float = math.inf) -> None:
+        self.until = until
         self.work, self.meshes, self.session = work, meshes, Session(device, meshes, math.inf, 0.02)
-        self.notes: dict[str, Any] = {"beside": [], "copies": {}, "failed": {}}
+        self.notes: dict[str, Any] = {"beside": [], "copies": {}, "failed": {}, "uneven": []}
 
-    def keep(self, timings: Iterator[tuple], *, variant: str = "", held_out: bool = False) -> None:
+    def keep(self, timings: Iterator[tuple], *, variant: str = "") -> None:
         for kind, features, timing in timings:
-            self.session.keep(kind, "step", features, timing, variant=variant, held_out=held_out)
+            self.session.keep(kind, "step", features, timing, variant=variant)
+
+    def uneven(self, found: Iterator[tuple[float, float, Any]]) -> None:
+        for num_bytes, share, timing in found:
+            self.notes["uneven"].append([num_bytes, share, timing.seconds])
 
     def beside(self, found: Iterator[contention.Beside], transport: str) -> None:
         """The share of NCCL's own choice of CTAs, and of no CTA at all, become constants."""
@@ -84,7 +91,10 @@ class Calibrating:
                 self.session.keep(f"{CONSTANT_PREFIX}collective_share", "step", {}, one.share, variant=f"{transport}/{one.kind}")
 
     def part(self, name: str, run: Callable[[], None]) -> None:
-        """One part; what fails is noted and the next part begins. All ranks fail alike, or the job ends by its collectives' timeout."""
+        """One part, while there is time; what fails is noted and the next part begins. All ranks fail alike, or the job ends by its collectives'
+        timeout."""
+        if not _agreed(time.time() < self.until):
+            return _say(f"out of time before {name}", self.meshes.rank)
         begin = time.perf_counter()
         try:
             run()
@@ -106,7 +116,9 @@ def calibrate(job: Calibrating) -> None:
     """What plans on several ranks are made of."""
     meshes, device, cuda = job.meshes, job.session.device, job.session.device.type == "cuda"
     job.part("collectives", lambda: job.keep(collectives.collective_timings(meshes, sizes=collectives.QUICK_SIZES, seconds=0.03)))
-    job.part("units", lambda: job.keep(collectives.unit_timings(meshes, repeats=12 if cuda else 4)))
+    if cuda:
+        job.part("uneven", lambda: job.uneven(collectives.uneven_timings(meshes)))
+    job.part("units", lambda: job.keep(collectives.unit_timings(meshes, repeats=6 if cuda else 4)))
     job.part("shards", lambda: job.notes.update(exchange_host=exchange.host_seconds(meshes)))
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if cuda else ("all_gather",)
     job.part("contention", lambda: job.beside(contention.beside_compute(meshes, repeats=5 if cuda else 1, kinds=kinds), "nccl" if cuda else "gloo"))
@@ -114,19 +126,19 @@ def calibrate(job: Calibrating) -> None:
 
 
 def links(job: Calibrating) -> None:
-    """What is particular to GPUs and their links. Comes last: mapping a peer's memory may hang, and then the job ends, everything else written."""
+    """What is particular to GPUs and their links. Comes last: mapping a peer's memory may hang, and then the job ends, everything else written; the
+    contention by CTAs takes longest, and is the first that a short launch does without."""
     meshes = job.meshes
     if job.session.device.type != "cuda":
         return
-    job.part("uneven", lambda: job.keep(collectives.uneven_timings(meshes), held_out=True))
     job.part("copies", lambda: job.notes["copies"].update(contention.host_copies(meshes)))
-    job.part("CTAs", lambda: job.beside(contention.by_ctas(meshes), "nccl"))
     watch = threading.Timer(PEER_SECONDS, lambda: os._exit(0))
     watch.daemon = True
     watch.start()
     job.part("peer copies", lambda: job.keep(peercopy.gather_timings(meshes), variant=peercopy.TRANSPORT))
     job.part("peer copies beside compute", lambda: job.beside(peercopy.gather_beside(meshes), peercopy.TRANSPORT))
     watch.cancel()
+    job.part("CTAs", lambda: job.beside(contention.by_ctas(meshes), "nccl"))
 
 
 def own_ops(work: Path, plans: list[Plan], device: torch.device, rank: int, *, until: float) -> None:
@@ -192,9 +204,7 @@ def run(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, 
             _record(work / name, {"failed": "the job ended inside this plan"}, rank)
     dist.barrier(group)
     for name in (n for n in plans if plans[n].layout.world_size > 1 and not (work / n / "run.json").exists()):
-        go_on = [time.time() < until]
-        dist.broadcast_object_list(go_on, src=0, group=group)
-        if not go_on[0]:
+        if not _agreed(time.time() < until):
             _say(f"out of time before {name}", rank)
             break
         if rank == 0:
@@ -208,6 +218,13 @@ def run(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, 
             _come_together(device)
         _record(work / name, {"failed": words} if words else _together(everyone), rank)
         guard.end()
+
+
+def _agreed(answer: bool) -> bool:
+    """Rank 0's answer on all ranks."""
+    said = [answer]
+    dist.broadcast_object_list(said, src=0, group=mesh.background_group())
+    return said[0]
 
 
 def _come_together(device: torch.device) -> None:
@@ -403,13 +420,14 @@ def _parts(options: argparse.Namespace, device: torch.device) -> None:
     if not {"collectives", "plans", "links"} & set(parts):
         return
     mesh.start(device)
-    job = Calibrating(work, mesh.build_meshes(Layout(fsdp=world, sparse_group=world), device), device)
-    if "collectives" in parts:
-        calibrate(job)
-    if "plans" in parts:
-        run(work, plans, device, guard, until=until, steps=options.steps)
-    if "links" in parts:
-        links(job)
+    job = Calibrating(work, mesh.build_meshes(Layout(fsdp=world, sparse_group=world), device), device, until=until)
+    for number, part in enumerate(parts):
+        if part == "collectives":
+            calibrate(job)
+        elif part == "plans":
+            run(work, plans, device, guard, until=until - sum(RESERVED.get(later, 0.0) for later in parts[number:]), steps=options.steps)
+        elif part == "links":
+            links(job)
     mesh.leave()
 
 

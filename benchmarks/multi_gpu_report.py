@@ -13,8 +13,9 @@ from benchmarks import multi_gpu_space as space
 from benchmarks import results
 from benchmarks.fidelity_gpu import MEASURED
 from benchmarks.results import Row
-from costmodel.calibration import Calibration, score
+from costmodel.calibration import Calibration
 from costmodel.calibration import load as load_calibration
+from costmodel.comms import GroupShape, network
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES
 from costmodel.samples import Sample, read_samples
@@ -225,10 +226,11 @@ def link_rows(work: Path) -> list[Row]:
     if (work / "collectives.jsonl").exists():
         _, samples = read_samples(work / "collectives.jsonl")
         rows += _curve_rows(samples)
-        if (work / "calibration.json").exists():
-            rows += _uneven_rows(load_calibration(work / "calibration.json"), samples)
     if (work / "beside.json").exists():
-        rows += _beside_rows(json.loads((work / "beside.json").read_text()))
+        notes = json.loads((work / "beside.json").read_text())
+        if (work / "calibration.json").exists():
+            rows += _uneven_rows(load_calibration(work / "calibration.json"), notes)
+        rows += _beside_rows(notes)
     return rows
 
 
@@ -248,11 +250,23 @@ def _curve_rows(samples: list[Sample]) -> list[Row]:
     return rows
 
 
-def _uneven_rows(calibration: Calibration, samples: list[Sample]) -> list[Row]:
-    """All-to-alls with uneven splits were timed and not fitted: the curve of even ones at the heaviest rank's bytes must give them."""
-    errors = [abs(math.expm1(error)) * 100 for _, error in score(calibration, [s for s in samples if s.op == "all_to_all"])]
+def uneven_split(points: list[list[float]]) -> tuple[list[tuple[float, float, float]], list[tuple[float, float, float]]]:
+    """(bytes, heaviest over mean, seconds) of uneven all-to-alls: those to fit and those to hold out, by every other size."""
+    sizes = sorted({round(math.log2(num_bytes), 1) for num_bytes, *_ in points})  # ranks' splits are whole numbers
+    uneven = [(b, x, s) for b, x, s in points if x > 1.0]
+    return tuple([p for p in uneven if sizes.index(round(math.log2(p[0]), 1)) % 2 == part] for part in (0, 1))  # type: ignore[return-value]
+
+
+def _uneven_rows(calibration: Calibration, notes: dict[str, Any]) -> list[Row]:
+    """All-to-alls with uneven splits of sizes that were not fitted, under the fitted weight of what the heaviest rank has more than the average."""
+    _, held_out = uneven_split(notes.get("uneven", []))
+    if not held_out:
+        return []
+    net = network(space.scenario("full", "cuda").cluster, calibration)
+    errors = [100 * abs(net.cost("all_to_all", b, GroupShape(size=2), max_over_mean=x).seconds / s - 1) for b, x, s in held_out]
+    weight = calibration.constants.get("uneven_weight", 1.0)
     return [Row(name="uneven all-to-alls: absolute error, median", value=statistics.median(errors), unit="%", better="lower",
-                note=f"{len(errors)} sizes and splits, not fitted; worst {max(errors):.1f} %")] if errors else []  # fmt: skip
+                note=f"{len(errors)} sizes and splits, not fitted; worst {max(errors):.1f} %; weight {weight:.2f}")]
 
 
 def _beside_rows(notes: dict[str, Any]) -> list[Row]:

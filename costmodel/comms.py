@@ -2,7 +2,8 @@
 
 Bytes are those of the whole message, as nccl-tests counts them: the gathered result of an all-gather, the full input of a reduce-scatter or
 all-reduce,
-one rank's whole send buffer of an all-to-all. For a group of n ranks, S bytes, and the tiers k that it crosses from the inside out, with m_k
+one rank's whole send buffer of an all-to-all. An uneven all-to-all takes as long as an even one of more bytes: of all that its heaviest rank has, or
+as a calibration says (`uneven_weight`). For a group of n ranks, S bytes, and the tiers k that it crosses from the inside out, with m_k
 members inside
 one unit below the tier (a rank, a host, a zone):
 
@@ -184,7 +185,7 @@ class Network:
         self.cluster = cluster
         self.transport = "gloo" if cluster.device.kind == "cpu" else transport
         self._constants = dict(calibration.constants) if calibration is not None else {}
-        self._own = _calibrated_curves(calibration, cluster) if calibration is not None else ()
+        self._own = calibrated_curves(calibration, cluster) if calibration is not None else ()
         self._curves = self._own or published_curves(cluster.device.name)
         self._memo: dict[tuple[object, ...], CollectiveCost] = {}
 
@@ -205,8 +206,10 @@ class Network:
         crossed = spans(group, self.cluster, active_groups)
         one_host = len(crossed) == 1 and crossed[0].kind == "host"
         chosen = contention.serving(self.transport, kind, one_host=one_host)
-        heavy = num_bytes * max_over_mean
+        heavy = num_bytes * (1.0 + self._constants.get("uneven_weight", 1.0) * (max_over_mean - 1.0))
         seconds, source, algorithm = self._seconds(kind, heavy, group, crossed, chosen)
+        if max_over_mean > 1.0:
+            seconds = max(seconds, bound_seconds(kind, num_bytes, group, self.cluster, active_groups=active_groups, max_over_mean=max_over_mean))
         share = contention.compute_share(kind, heavy, seconds, self.cluster.device, chosen, self._constants)
         return CollectiveCost(seconds=seconds, tier=crossed[-1].tier.name, source=source, share=share, algorithm=algorithm)
 
@@ -319,8 +322,8 @@ def _slowest(kind: str, num_bytes: float, n: int, crossed: Sequence[Span], effic
     return max(times)
 
 
-def _calibrated_curves(calibration: Calibration, cluster: Cluster) -> tuple[CollectiveCurve, ...]:
-    """Curves out of a calibration's collective points (rows of bytes, group, seconds, host seconds)."""
+def calibrated_curves(calibration: Calibration, cluster: Cluster) -> tuple[CollectiveCurve, ...]:
+    """Curves out of a calibration's collective points (rows of bytes, group, seconds, host seconds) on the cluster's inner link."""
     default = "gloo" if calibration.environment.device_kind == "cpu" else "nccl"
     bandwidth = calibration.constants.get("link_bandwidth") or (cluster.tiers[0].bandwidth if cluster.tiers else 1.0)
     curves = []
@@ -369,5 +372,5 @@ def collective_seconds(kind: str, num_bytes: float, group: GroupShape, cluster: 
     return cost.seconds, cost.tier, cost.source
 
 
-__all__ = ["CollectiveCost", "GroupShape", "Network", "Span", "bound_seconds", "collective_seconds", "layout_groups", "modelled_seconds", "network",
-           "published_curves", "spans", "transport_variant"]
+__all__ = ["CollectiveCost", "GroupShape", "Network", "Span", "bound_seconds", "calibrated_curves", "collective_seconds", "layout_groups",
+           "modelled_seconds", "network", "published_curves", "spans", "transport_variant"]

@@ -85,6 +85,20 @@ class CollectiveCurve:
         return value, source
 
 
+def uneven_weight(curve: CollectiveCurve, points: Iterable[tuple[float, float, float]]) -> float | None:
+    """w in [0, 1] such that an all-to-all of S bytes a rank whose heaviest rank has x times the average takes as long as an even one of
+    S (1 + w (x - 1)) bytes: the w with the least median |log error| over `points` (S, x, seconds) with x > 1; None where there are none."""
+    uneven = [(num_bytes, share, seconds) for num_bytes, share, seconds in points if share > 1.0]
+    if not uneven:
+        return None
+
+    def error(weight: float) -> float:
+        errors = sorted(abs(math.log(curve.at(b * (1.0 + weight * (x - 1.0)), curve.link_bandwidth)[0] / s)) for b, x, s in uneven)
+        return (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+
+    return min((step / 50 for step in range(51)), key=error)
+
+
 def wire_factor(collective: str, group: int) -> float:
     """Bytes that one rank must send, per byte of message, when nobody reduces for it."""
     return (2.0 if collective == "all_reduce" else 1.0) * (group - 1) / group

@@ -25,11 +25,14 @@ BLOCK_PREFIX = "block:"
 # library_bytes: workspaces that libraries allocate and keep; workspace (variant = kind@dtype[:policy]): bytes that backward of a block has beside
 # what its forward saved, over the formula's (costmodel.memory.backward_bytes).
 # link_bandwidth [bytes/s]: of the host tier that the collectives ran on; collective_share (variant = transport/kind): compute seconds lost beside
-# one second of that collective. Of host ranks (variant = ranks): processor_share: of a core that a rank had while it was timed; peer_wait: seconds
+# one second of that collective; uneven_weight: of what the heaviest rank of an all-to-all has more than the average, the share that counts as
+# bytes of an even one (costmodel.comms_curves).
+# Of host ranks (variant = ranks): processor_share: of a core that a rank had while it was timed; peer_wait: seconds
 # that a rank waits for others to arrive at collectives over its seconds of compute, work being even.
 CONSTANT_PREFIX = "constant:"
 CONSTANTS = ("launch_seconds", "graph_launch_seconds", "context_bytes", "allocator_overhead", "memory_bandwidth", "peak_flops", "step_overhead",
-             "link_bandwidth", "collective_share", "host_copy_bandwidth", "host", "host_scale", "step_host", "in_step", "library_bytes",
+             "link_bandwidth", "collective_share", "uneven_weight", "host_copy_bandwidth", "host", "host_scale", "step_host", "in_step",
+             "library_bytes",
              "processor_share", "peer_wait", "workspace")
 
 

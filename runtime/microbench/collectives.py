@@ -31,7 +31,7 @@ FULL_SIZES = tuple(2**e for e in range(6, 29))
 # On a GPU: where a curve begins, and how many points are added to it where it bends.
 GPU_SIZES, ADDED = tuple(2**e for e in (12, 16, 20, 24, 28, 31)), 6
 # All-to-alls of which one rank gets so many times the average.
-UNEVEN, UNEVEN_SIZES = (1.25, 1.5, 1.9), tuple(2**e for e in (20, 24, 28))
+UNEVEN, UNEVEN_SIZES = (1.0, 1.25, 1.5, 1.75, 1.9), tuple(2**e for e in (18, 20, 22, 24, 26, 28))
 # Seconds of one run of calls, about, and runs; what a call takes at most, to choose its number alike on all ranks.
 RUN_SECONDS, RUNS, SLOWEST_CALL, SLOWEST_RATE = 4e-3, 3, 6e-5, 1e11
 FEWEST_CALLS, MOST_CALLS = 3, 24
@@ -82,19 +82,19 @@ def bend(points: list[tuple[float, float]]) -> float:
     return float(np.exp((x[widest] + x[widest + 1]) / 2))
 
 
-def uneven_timings(meshes: Meshes, *, sizes: tuple[int, ...] = UNEVEN_SIZES) -> Iterator[tuple[str, dict[str, float], Timing]]:
-    """All-to-alls in which rank 0 gets more than the average. `bytes`: what an even one would have in which every rank gets as much as rank 0, which
-    is what `costmodel.comms` takes it for. Collective over all ranks of a GPU job."""
+def uneven_timings(meshes: Meshes, *, sizes: tuple[int, ...] = UNEVEN_SIZES) -> Iterator[tuple[float, float, Timing]]:
+    """(bytes, heaviest over mean, timing) of all-to-alls in which every rank sends `bytes` and rank 0 gets more of them than the average; 1.0 is an
+    even one. Collective over all ranks of a GPU job."""
     n, device, rank = meshes.world_size, meshes.device, meshes.rank
     for size in sizes:
         for share in UNEVEN:
             elements = size // 4 // n * n
-            heavy = round(elements * min(share / n, 1.0))
+            heavy = round(elements * min(share / n, 1.0 - 1.0 / 64))
             sent = [heavy, *[(elements - heavy) // (n - 1)] * (n - 1)]
             received = [sent[rank]] * n
             source, out = torch.zeros(sum(sent), device=device), torch.empty(sum(received), device=device)
             run = lambda source=source, out=out, sent=sent, received=received: wait(all_to_all(out, source, received, sent, dist.group.WORLD), None)
-            yield "all_to_all", {"bytes": 4.0 * heavy * n, "group": float(n)}, together(run, 4.0 * heavy * n, device)
+            yield 4.0 * sum(sent), heavy * n / sum(sent), together(run, 4.0 * sum(sent), device)
 
 
 def together(run: Callable[[], object], num_bytes: float, device: torch.device) -> Timing:
@@ -213,8 +213,8 @@ class _Unsent(TimedAllGather, TimedReduceScatter):
         return None
 
 
-# The stream is held back for so long before a step of units, so that the host's time is not in the device's [s].
-HELD_STEP = 12e-3
+# The stream is held back before a step of units for so many times what the host needs for one, so that the host's time is not in the device's.
+HELD_FACTOR = 1.5
 
 
 def unit_timings(meshes: Meshes, *, repeats: int, depth: int = 4) -> Iterator[tuple[str, dict[str, float], Timing]]:
@@ -241,7 +241,8 @@ def unit_timings(meshes: Meshes, *, repeats: int, depth: int = 4) -> Iterator[tu
             for unit in units:
                 unit.set_custom_all_gather(_Unsent(timer))
                 unit.set_custom_reduce_scatter(_Unsent(timer))
-            timed = _unit_steps(model, optimizer, x, timer, repeats, held=HELD_STEP)
+            held = HELD_FACTOR * max(sum(host.values()) for _, host in sending)
+            timed = _unit_steps(model, optimizer, x, timer, repeats, held=held)
         shares = (("forward", depth), ("backward", depth), ("optimizer", 1))
         forward, backward, update = ([step[name] / share for step, _ in timed] for name, share in shares)
         hosts = [[step[name] / share for _, step in sending] if cuda else None for name, share in shares]

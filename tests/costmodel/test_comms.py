@@ -13,7 +13,7 @@ from costmodel import contention
 from costmodel.calibration import fit
 from costmodel.cluster import Cluster, Device, LinkTier
 from costmodel.comms import GroupShape, Network, bound_seconds, collective_seconds, layout_groups, published_curves, spans
-from costmodel.comms_curves import CollectiveCurve, fit_curves, one_host_seconds, wire_factor
+from costmodel.comms_curves import CollectiveCurve, fit_curves, one_host_seconds, uneven_weight, wire_factor
 from costmodel.comms_import import parse_csv, parse_nccl_tests, read_collectives
 from costmodel.ops import COLLECTIVES
 from costmodel.plan import Layout
@@ -97,6 +97,23 @@ def test_uneven_all_to_all_is_that_of_the_heaviest_rank():
     net = Network(cluster())
     even, uneven = (net.cost("all_to_all", n, GroupShape(size=32), max_over_mean=m).seconds for n, m in ((2e9, 1.0), (1e9, 2.0)))
     assert uneven == even
+
+
+def test_a_calibration_says_what_unevenness_costs():
+    """w: what the heaviest rank has more than the average counts so much; never less than what its link must carry."""
+    sizes = [2.0**e for e in range(12, 32, 2)]
+    curve = CollectiveCurve(collective="all_to_all", transport="nccl", group=2, link_bandwidth=450e9, bytes=tuple(sizes),
+                            seconds=tuple(7e-6 + b / 400e9 for b in sizes))
+    points = [(b, x, curve.at(b * (1 + 0.6 * (x - 1)), 450e9)[0]) for b in sizes for x in (1.0, 1.25, 1.9)]
+    assert uneven_weight(curve, points) == pytest.approx(0.6) and uneven_weight(curve, points[::3]) is None
+    host, group = cluster(hosts=1, per_host=2), GroupShape(size=2)
+    samples = [Sample(op="all_to_all", variant="nccl", phase="step", features={"bytes": b, "group": 2.0}, seconds=s)
+               for b, s in zip(curve.bytes, curve.seconds)]
+    known = fit(Environment(device_name="unlisted", device_kind="cuda"), samples, device=GPU)
+    for weight, expected in ((0.6, curve.at(2.0**28 * 1.54, 450e9)[0]), (0.0, 2.0**28 * 1.9 / 2 / 450e9)):
+        net = Network(host, dataclasses.replace(known, constants={"uneven_weight": weight}))
+        found = net.cost("all_to_all", 2.0**28, group, max_over_mean=1.9).seconds
+        assert found == pytest.approx(max(expected, curve.at(2.0**28, 450e9)[0]), rel=1e-6)
 
 
 def test_resharding_in_two_dimensions_is_two_exchanges():
