@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,14 @@ from kernels.saved import from_mx4, restore_rows, to_mx4
 from planner.configure import default_plan
 from planner.scenario import load_scenario
 from runtime.batch import Batch
-from runtime.data import Source, open_source
+from runtime.data import Loader, Source, open_source
 from runtime.precision.linear import product, use_low_precision
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 ROWS = 16_384
+THREADS = 8  # that build batches
 GPU = torch.device("cuda", 0)
 STILL = 1e-12
-BATCHES = 2  # that a step's measurement goes through
 # Precision and recipe of a layer, as they are named in plans.
 RECIPES: dict[str, tuple[str, tuple]] = {
     "fp8_row": ("fp8_row", ()), "fp8_row, low_weight_gradients": ("fp8_row", ("low_weight_gradients",)),
@@ -218,24 +219,30 @@ class Step:
 
 
 class Prepared:
-    """A source that builds a few batches and deals them in turn."""
+    """A source whose batches of a plan's first `steps` steps are built beforehand. In place of the very first one stands the largest of the whole run:
+    the peak is then that of the run which a prediction is about, and it falls into the warm-up."""
 
     built = True
 
-    def __init__(self, source: Source, num_batches: int) -> None:
-        self._source, self._num_batches = source, num_batches
-        self._made: list[Batch] = []
-        self._dealt = 0
+    def __init__(self, source: Source, plan: Plan, steps: int) -> None:
+        self._source = source
         self.num_train, self.num_evaluation, self.origin, self.baselines = source.num_train, source.num_evaluation, source.origin, source.baselines
+        loader = Loader.of_plan(plan, source, rank=0)
+        run = [samples for step in range(loader.num_steps) for samples in loader.microbatch_samples(step)]
+        largest = max(run, key=lambda samples: sum(lengths.sum() for lengths in source.lengths(samples).values()))
+        numbers = run[:steps * plan.accumulation]
+        with ThreadPoolExecutor(THREADS) as pool:
+            built = list(pool.map(source.build, [largest, *numbers[1:]]))
+        if torch.cuda.is_available():
+            built = [batch.pin() for batch in built]
+        self._made = {samples.tobytes(): batch for samples, batch in zip(numbers, built, strict=True)}
 
     def lengths(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         return self._source.lengths(samples)
 
     def build(self, samples: np.ndarray) -> Batch:
-        self._dealt += 1
-        if len(self._made) < self._num_batches:
-            self._made.append(self._source.build(samples).pin() if torch.cuda.is_available() else self._source.build(samples))
-        return self._made[self._dealt % len(self._made)]
+        """Steps that a loader prepares beyond the measured ones get any batch."""
+        return self._made.get(samples.tobytes()) or next(iter(self._made.values()))
 
 
 _sources: dict[tuple, Prepared] = {}
@@ -245,8 +252,9 @@ def run_plan(plan: Plan, device: torch.device, *, steps: int) -> Step:
     """Trains `steps` steps of `plan` after the warm-up; plans of one model and batch see the same batches. Learning rates are next to nothing: speed
     does not depend on them, and parameters stay what they were drawn as, however high a model's rates are."""
     plan = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, learning_rate=STILL, sparse_learning_rate=STILL), fingerprints={})
-    key = (plan.model.name, plan.local_batch, plan.accumulation)
-    _sources.setdefault(key, Prepared(open_source(plan.model, plan.workload, seed=plan.seed), BATCHES * plan.accumulation))
+    key = (plan.model.name, plan.local_batch, plan.accumulation, steps)
+    if key not in _sources:
+        _sources[key] = Prepared(open_source(plan.model, plan.workload, seed=plan.seed), plan, WARMUP_STEPS + steps)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
