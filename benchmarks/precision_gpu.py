@@ -219,8 +219,8 @@ class Step:
 
 
 class Prepared:
-    """A source whose batches of a plan's first `steps` steps are built beforehand. In place of the very first one stands the largest of the whole run:
-    the peak is then that of the run which a prediction is about, and it falls into the warm-up."""
+    """A source whose batches of a plan's first `steps` steps are built beforehand. In place of the very first one stands the largest of the run:
+    the peak is then that of the run that is predicted, and it falls into the warm-up."""
 
     built = True
 

@@ -18,7 +18,7 @@ from costmodel.workload import Workload
 SCHEMA_VERSION = 1
 Precision = Literal["fp32", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8"]
 Checkpoint = Literal["none", "selective", "full", "quantized", "quantized4"]
-RecipeOption = Literal["low_weight_gradients", "stochastic_rounding", "hadamard", "outliers", "static_scales"]
+RecipeOption = Literal["low_weight_gradients", "stochastic_rounding", "hadamard", "outliers", "static_scales", "fp8_attention"]
 Wire = Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4"]
 Sharding = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel", "host_cached"]
 Batching = Literal["padded", "jagged", "sorted_buckets", "local", "base_batch_shuffling", "global"]

@@ -34,7 +34,7 @@ def _saved_operators() -> frozenset:
     aten, own = torch.ops.aten, torch.ops.planner_kernels
     return frozenset({
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
-        own.attention_forward.default, own.block_attention_forward.default,
+        own.attention_forward.default, own.block_attention_forward.default, own.fp8_attention_forward.default,
         torch.ops.planner_runtime.low_precision_product.default, torch.ops.planner_runtime.low_precision_linear.default,
     })
 

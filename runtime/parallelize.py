@@ -51,6 +51,7 @@ from runtime.mixed_precision import compute_in
 from runtime.model import GEM
 from runtime.model.experts import ExpertPool
 from runtime.phases import PhaseTimer
+from runtime.precision.attention import use_fp8_attention
 from runtime.precision.gather import ShardFormat
 from runtime.precision.linear import use_low_precision
 from runtime.precision.saved import QUANTIZED_POLICIES, quantize_saved
@@ -147,7 +148,10 @@ def block_options(model: GEM, plan: Plan) -> list[tuple[nn.Module, RegionOption]
                 raise ValueError(f"region {name}: precision {option.precision!r} is not executable; the runtime has {', '.join(PARAM_DTYPES)}")
             block = parent.get_submodule(key)
             if option.precision in LOW_PRECISIONS:
-                use_low_precision(block, option.precision, device=next(block.parameters()).device, options=plan.recipe, region=name)
+                device = next(block.parameters()).device
+                use_low_precision(block, option.precision, device=device, options=plan.recipe, region=name)
+                if "fp8_attention" in plan.recipe:
+                    use_fp8_attention(block, device=device, region=name)
             found.append((block, option))
     return found
 

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from costmodel.model import LayerGroup
 from kernels import block_attention, gdpa, jagged_attention
+from kernels.fp8_attention import fp8_attention
 from runtime.model.norm import LayerNorm
 
 
 class TransformerBlock(nn.Module, abc.ABC):
-    """`x += Wo attend(q, k, v)`, then `x += W2 GELU(W1 LayerNorm(x))` where `mlp_dim` is set."""
+    """`x += Wo attend(q, k, v)`, then `x += W2 GELU(W1 LayerNorm(x))` where `mlp_dim` is set. `in_8_bits`: multiplies q, k and v in e4m3."""
+
+    in_8_bits = False
 
     def __init__(self, dim: int, layer: LayerGroup) -> None:
         super().__init__()
@@ -46,6 +49,8 @@ class SelfAttention(TransformerBlock):
     """`softmax(q k^T / sqrt(d)) v`; causal or full, optional sliding window."""
 
     def attend(self, q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+        if self.in_8_bits:
+            return fp8_attention(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, causal=self.layer.causal)
         return jagged_attention(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, causal=self.layer.causal,
                                 window=self.layer.window)
 
@@ -54,6 +59,9 @@ class GDPA(TransformerBlock):
     """`activation(q k^T / sqrt(d)) v / divisor`; causal or full, optional sliding window."""
 
     def attend(self, q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+        if self.in_8_bits:
+            return fp8_attention(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, kind=self.layer.activation,
+                                 causal=self.layer.causal, divisor=self.layer.divisor)
         return gdpa(q_THd, k_THd, v_THd, offsets, offsets, max_q=max_length, max_k=max_length, activation=self.layer.activation,
                     divisor=self.layer.divisor, causal=self.layer.causal, window=self.layer.window)
 

@@ -51,7 +51,7 @@ class Recipe:
     @property
     def fused(self) -> bool:
         """Whether the layer is one operator a direction."""
-        return self.precision != "mxfp8" and set(self.options) <= {"low_weight_gradients"}
+        return self.precision != "mxfp8" and set(self.options) <= {"low_weight_gradients", "fp8_attention"}
 
     def __contains__(self, option: str) -> bool:
         return option in self.options

@@ -13,7 +13,9 @@ from costmodel.plan import Layout
 from costmodel.precision import LOW_PRECISIONS, MULTIPLES, unfit_block
 from kernels import norm_quant
 from runtime.data import open_source
-from runtime.model.registry import EXPERT_BLOCKS
+from runtime.model.registry import EXPERT_BLOCKS, build_block
+from runtime.model.self_attention import SelfAttention
+from runtime.precision.attention import use_fp8_attention
 from runtime.precision.linear import _FusedLinear, _LowPrecisionLinear, quantize_factor, use_low_precision
 from runtime.trainer import Trainer
 
@@ -149,3 +151,28 @@ def test_a_plan_trains_near_bf16_and_keeps_as_much(checkpoint):
     assert losses["mxfp8"] == pytest.approx(losses["bf16"], rel=1e-2)
     assert losses["bf16"] != losses["fp8_row"] != losses["mxfp8"]
     assert saved["fp8_row"] == saved["mxfp8"] == saved["bf16"]
+
+
+def test_attention_in_8_bits_is_a_recipe_of_regions_below_16_bits():
+    offsets, x = torch.tensor([0, 30, 70]), torch.randn(70, 128)
+    for name in ("self_attention", "gdpa"):
+        group = dataclasses.replace(models.LAYERS[name][0], window=None)
+        block = build_block(128, group)
+        low = copy.deepcopy(block)
+        use_fp8_attention(low, device=CPU, region="r")
+        outs = [one(x, offsets, 40) for one in (block, low)]
+        assert 0 < (outs[0] - outs[1]).norm() < 0.05 * outs[0].norm()
+        grads = [torch.autograd.grad(out.square().sum(), one.qkv.weight)[0] for out, one in zip(outs, (block, low))]
+        assert (grads[0] - grads[1]).norm() < 0.1 * grads[0].norm()
+    with pytest.raises(ValueError, match="region r: recipe fp8_attention: HSTU has no attention in 8 bits"):
+        use_fp8_attention(build_block(128, models.LAYERS["hstu"][0]), device=CPU, region="r")
+    with pytest.raises(ValueError, match="region r: recipe fp8_attention knows no window, the region's is 3"):
+        use_fp8_attention(build_block(128, dataclasses.replace(models.LAYERS["self_attention"][0], window=3)), device=CPU, region="r")
+    plan = models.plan(Layout(), precision="bf16")
+    kept = {r.region for r in plan.regions if r.region != "history.0"}
+    regions = tuple(r if r.region in kept else dataclasses.replace(r, options=tuple(dataclasses.replace(o, precision="fp8_row") for o in r.options))
+                    for r in plan.regions)
+    plan = dataclasses.replace(plan, regions=regions, recipe=("fp8_attention",))
+    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=1), device=CPU)
+    assert [part.in_8_bits for part in trainer.model.dense.modules() if isinstance(part, SelfAttention)].count(True) == 1
+    trainer.train(1)
