@@ -51,6 +51,7 @@ from runtime.data import open_source
 from runtime.microbench import collectives, contention, exchange, gpu, peercopy
 from runtime.microbench.__main__ import Session
 from runtime.microbench.environment import environment
+from runtime.microbench.timing import summarize
 from runtime.microbench.warm import run_blocks
 from runtime.trainer import WARMUP_STEPS, Trainer
 
@@ -82,6 +83,13 @@ class Calibrating:
     def uneven(self, found: Iterator[tuple[float, float, Any]]) -> None:
         for num_bytes, share, timing in found:
             self.notes["uneven"].append([num_bytes, share, timing.seconds])
+
+    def exchanged(self, found: dict[str, tuple[float, float, float]]) -> None:
+        """What the main thread spends on a sparse exchange, as constants of `costmodel.hosttime`."""
+        self.notes["exchange_host"] = found
+        for phase, (fixed, group, shard) in found.items():
+            for what, seconds in (("", fixed), (":group", group), (":shard", shard)):
+                self.session.keep(f"{CONSTANT_PREFIX}host", "step", {}, summarize([seconds]), variant=f"exchange:{phase}{what}")
 
     def beside(self, found: Iterator[contention.Beside], transport: str) -> None:
         """The share of NCCL's own choice of CTAs, and of no CTA at all, become constants."""
@@ -119,7 +127,7 @@ def calibrate(job: Calibrating) -> None:
     if cuda:
         job.part("uneven", lambda: job.uneven(collectives.uneven_timings(meshes)))
     job.part("units", lambda: job.keep(collectives.unit_timings(meshes, repeats=6 if cuda else 4)))
-    job.part("shards", lambda: job.notes.update(exchange_host=exchange.host_seconds(meshes)))
+    job.part("shards", lambda: job.exchanged(exchange.host_seconds(meshes)))
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if cuda else ("all_gather",)
     job.part("contention", lambda: job.beside(contention.beside_compute(meshes, repeats=5 if cuda else 1, kinds=kinds), "nccl" if cuda else "gloo"))
     _empty(device)

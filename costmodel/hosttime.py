@@ -10,6 +10,7 @@ What the interpreter spends on a block hardly depends on how much the block comp
     lookup, update                          one table group: every micro-batch, every step
     optimizer, tensor                       a step, and each parameter tensor
     input, other                            a micro-batch taken, a step's rest
+    exchange:forward, exchange:backward     a micro-batch of a sparse group; each table group (`:group`), each shard of the group (`:shard`)
 
 Layers whose time was not seen here have that of the launches of their ops (`costmodel.pricer`).
 """
@@ -65,6 +66,11 @@ class HostTimes:
             return None
         forward, backward = (a - b for a, b in zip(under, plain))
         return forward, backward
+
+    def exchange(self, phase: str, groups: int, shards: float) -> float | None:
+        """Of a sparse group's exchange in one direction, lookups or updates included; None where it was not measured."""
+        fixed, group, shard = (self.get(f"exchange:{phase}{what}") for what in ("", ":group", ":shard"))
+        return None if fixed is None or group is None or shard is None else fixed + group * groups + shard * shards
 
     def op(self, one: Op, phase: str) -> float | None:
         """Of all repetitions of an op outside the regions; None where it was not measured."""

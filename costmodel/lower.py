@@ -263,11 +263,13 @@ class _Builder:
             self.host_sync("splits")
             self.collective("ids", "all_to_all", self.id_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
         self.fetch("host rows", 0)
+        host = self.exchange_host(FORWARD)
         served = [op("embedding_lookup", variant="sequence", ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
                      tables=1, dtype=w.table.dtype) for w in self.work if w.served_rows]
-        self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
+        self.compute("lookup", _hosted(self.pricer.ops(served, FORWARD), host), "sparse")
         self.collective("embeddings", "all_to_all", self.wire_bytes[0], group, deps=(), waits=True, max_over_mean=self.skewed)
-        self.compute("spread", self.pricer.ops([*self._spread(), *self.conversions(0)], FORWARD), "sparse")
+        spread = self.pricer.ops([*self._spread(), *self.conversions(0)], FORWARD)
+        self.compute("spread", _hosted(spread, None if host is None else 0.0), "sparse")
         if self.overlaps:
             self.counted = self.unique_ids(apart=True)
 
@@ -275,13 +277,21 @@ class _Builder:
     def overlaps(self) -> bool:
         return self.plan.input_overlap and self.plan.layout.sparse_group > 1 and self.plan.exchange == "rows"
 
+    def exchange_host(self, phase: str) -> float | None:
+        """Half of what the main thread spends on an exchange in one direction: before its splits are known and after, before its rows cross and after
+        [Assumed]. None where it was not measured."""
+        shards = max(self.loads.shards, float(len(self.plan.tables)))
+        found = self.pricer.host.exchange(phase, len(self.plan.model.tables), shards) if self.plan.layout.sparse_group > 1 else None
+        return None if found is None else found / 2
+
     @property
     def id_bytes(self) -> float:
         return 8.0 * sum(w.asked for w in self.work)
 
     def unique_ids(self, *, apart: bool) -> int | None:
         """Ids made unique, and one count a shard exchanged: a few bytes, all latency."""
-        unique = self.compute("unique ids", self.pricer.ops([op("unique", ids=w.ids) for w in self.work], FORWARD), "sparse")
+        made = self.pricer.ops([op("unique", ids=w.ids) for w in self.work], FORWARD)
+        unique = self.compute("unique ids", _hosted(made, self.exchange_host(FORWARD)), "sparse")
         if not self.loads.served.any():
             return unique
         counts = self.collective("counts", "all_to_all", 8.0 * len(self.plan.tables) * 2, self.groups["sparse_group"], waits=True, apart=apart,
@@ -433,7 +443,7 @@ class _Builder:
                 cost = self.pricer.ops(self._spread(), BACKWARD)
                 if conversions := self.conversions(1):
                     cost = summed([cost, self.pricer.ops(conversions, FORWARD)])
-                self.compute("gather gradients", cost, "sparse")
+                self.compute("gather gradients", _hosted(cost, self.exchange_host(BACKWARD)), "sparse")
             group, num_bytes = self.groups["sparse_group"], self.wire_bytes[1]
             self.collective("gradients", "all_to_all", num_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
         if not last_microbatch:
@@ -447,7 +457,7 @@ class _Builder:
         updates = [op("embedding_update", variant=w.table.optimizer, ids=n * repeats, unique=w.distinct_served,
                       dim=w.served_width if layout.sparse_group > 1 else w.table.dim, rows=w.storage_rows, tables=1, dtype=w.table.dtype)
                    for w, n in rows if n]
-        self.compute("update", self.pricer.ops(updates, STEP), "sparse")
+        self.compute("update", _hosted(self.pricer.ops(updates, STEP), self.exchange_host(BACKWARD)), "sparse")
         self.fetch("host rows back", 1)
         if layout.sparse_replicas > 1:
             self.average_replicas()
@@ -474,6 +484,11 @@ class _Builder:
         seconds, source = self.pricer.step_overhead
         rest = dataclasses.replace(NO_COST, seconds=seconds, parts=(("step_overhead", source, seconds, MINIMUM_WIDTH[source]),))
         self.compute("step overhead", rest, "other")
+
+
+def _hosted(cost: Cost, host_seconds: float | None) -> Cost:
+    """The cost with another host time, where that is known."""
+    return cost if host_seconds is None else dataclasses.replace(cost, host_seconds=host_seconds)
 
 
 def _deps(*indices: int | None) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ class TableLoads:
     """Bytes by rank of a sparse group, `(G,)` each: weights, optimizer state, weights and state in host memory; served: elements of rows sent per
     micro-batch; held: table group name -> (rows looked up, elements of them, rows held, distinct rows of a step) by rank, `(4, G)`. fetched: bytes
     from host memory `(2, G)`, for a micro-batch's lookup and for a step's update (as many go back then); replicated: elements of the gradients of
-    data-parallel tables."""
+    data-parallel tables; shards: of all tables (0: not known, one a table at least)."""
 
     weights: np.ndarray
     state: np.ndarray
@@ -83,6 +83,7 @@ class TableLoads:
     held: dict[str, np.ndarray]
     fetched: np.ndarray | None = None
     replicated: float = 0.0
+    shards: float = 0.0
 
 
 def ids_per_table(table: TableGroup, samples: float, tokens: dict[str, float]) -> float:
@@ -110,7 +111,7 @@ def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
     """What every rank of a sparse group holds and serves. Raises ValueError unless each table of the model is placed exactly once."""
     group = plan.layout.sparse_group
     weights, state, host, served = (np.zeros(group) for _ in range(4))
-    fetched, replicated = np.zeros((2, group)), 0.0
+    fetched, replicated, pieces = np.zeros((2, group)), 0.0, 0.0
     held: dict[str, np.ndarray] = {}
     for table, alike in _placed_alike(plan):
         each, ids = DTYPE_BYTES[table.dtype], ids_per_table(table, plan.local_batch, tokens)
@@ -135,6 +136,7 @@ def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
                 sent = group * plan.local_batch * width * shards
             rows_of += found
             served += sent
+            pieces += float(shards.sum())
             if sharding == "host_cached":
                 host += rows * width * each + state_bytes(table, 1.0, width) * rows
                 fetched[0] += expected_unique(table.rows, zipf, ids * group) * share * width * each
@@ -143,7 +145,7 @@ def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
                 weights += rows * width * each
                 state += state_bytes(table, 1.0, width) * rows
     return TableLoads(weights=weights, state=state, host_weights=host, served=served, held=held, fetched=fetched if host.any() else None,
-                      replicated=replicated)
+                      replicated=replicated, shards=pieces)
 
 
 def _spread(sharding: str, placed: tuple[tuple[tuple[int, ...], int], ...], table: TableGroup, group: int) -> tuple[np.ndarray, np.ndarray, float]:

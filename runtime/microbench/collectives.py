@@ -232,6 +232,7 @@ def unit_timings(meshes: Meshes, *, repeats: int, depth: int = 4) -> Iterator[tu
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else torch.float32, reduce_dtype=torch.float32)
         for unit in units:
             fully_shard(unit, mesh=meshes.dense["fsdp"], reshard_after_forward=True, mp_policy=policy)
+        fully_shard(model, mesh=meshes.dense["fsdp"], reshard_after_forward=True, mp_policy=policy)  # one root, as in the trainer
         x = torch.zeros(1, device=meshes.device, requires_grad=True)
         optimizer = build_dense_optimizer(model.parameters(), lr=1e-3)
         _send(units, timer)

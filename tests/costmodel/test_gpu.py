@@ -54,6 +54,24 @@ def test_a_host_with_a_lead_hides_its_launches_behind_the_device(local_batch):
     assert estimate(plan, None, mode="bound").step_time.value <= made.step_time.value * (1 + 1e-12)
 
 
+def test_an_exchange_costs_the_host_what_was_measured():
+    """Of every micro-batch, table group and shard; in the sparse phase, whose device work waits for it."""
+    plan = build_plan(device=H200, ranks=2, precision="bf16", bandwidth=4e11)
+    figures = {"exchange:forward": 2e-3, "exchange:forward:group": 1e-3, "exchange:forward:shard": 1e-4,
+               "exchange:backward": 1e-3, "exchange:backward:group": 0.0, "exchange:backward:shard": 0.0}
+    samples = [Sample(op=f"{CONSTANT_PREFIX}host", variant=name, phase="step", features={}, seconds=value) for name, value in figures.items()]
+    samples.append(Sample(op="elementwise", variant="add", phase=FORWARD, features={"m": 1e3, "n": 1e3}, seconds=1e-5))
+    known = fit(Environment(device_name=H200.name, device_kind="cuda"), samples, device=H200)
+    without = dataclasses.replace(known, constants={})
+    lowered, shards = lower(plan, known), lower(plan, known).loads.shards
+    assert shards == sum(2 if t.sharding == "row_wise" else 1 for t in plan.tables)
+    wanted = 2e-3 + 1e-3 * len(plan.model.tables) + 1e-4 * shards + 1e-3
+    names = ("unique ids", "lookup", "spread", "gather gradients", "update")
+    assert sum(t.host_seconds for t in lowered.graph.tasks if t.name in names) == pytest.approx(wanted)
+    gained = estimate(plan, known).phases["sparse"].value - estimate(plan, without).phases["sparse"].value
+    assert 0.5 * wanted < gained < 1.1 * wanted
+
+
 def test_a_host_that_reads_split_sizes_has_no_lead():
     plan = build_plan(device=H200, ranks=2, precision="bf16", bandwidth=4e11)
     graph = lower(plan, None).graph
