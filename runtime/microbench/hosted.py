@@ -28,7 +28,7 @@ from runtime.trainer import WARMUP_STEPS
 STEPS, SAMPLES, LENGTH, ROWS, FEW, MANY, SOME = 10, 4, 264, 1000, 1, 4, 3
 # How far a run's phase may be off before it is said.
 SAID = 0.08
-# Of the runs' quietest steps' rests that is taken: in others the report waits for the device.
+# Of the runs' rests that is taken: in some the report waits for the device.
 REST_QUANTILE = 0.25
 
 
@@ -64,7 +64,6 @@ def spent(plan: Plan, device: torch.device) -> Spent:
     trainer = short_run(plan, device, WARMUP_STEPS + STEPS)
     steps = trainer.timer.host[WARMUP_STEPS:]
     phases = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-    phases["other"] = min(step["other"] for step in steps)
     return Spent(parts=parts(plan), micro=plan.accumulation, groups=len(plan.model.tables), phases=phases,
                  tensors=sum(1 for _ in trainer.model.dense.parameters()))
 

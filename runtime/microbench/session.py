@@ -13,9 +13,9 @@ from costmodel.samples import Environment, Sample
 from runtime.microbench import gpu, hosted, trained, warm
 from runtime.microbench.environment import environment
 
-# Of the budget: what may be waited for compilers, what is left for short runs of the trainer, for the host and then of whole batches. Which plans in
-# bf16 run those, and how long before the end none begins [s].
-COMPILE_SHARE, HOST_SHARE, WHOLE_SHARE, FIRST_WHOLE, WHOLE_RUNS, LAST = 0.36, 0.24, 0.10, 8, 6, 3.0
+# Of the budget: what may be waited for compilers, what is left for short runs of the trainer, for the host and then of whole batches. How many of
+# those, under which policies four at a time, and how long before the end none begins [s].
+COMPILE_SHARE, HOST_SHARE, WHOLE_SHARE, WHOLE_RUNS, POLICIES, LAST = 0.36, 0.24, 0.2, 16, ("full", "none"), 2.0
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
 OPS_PLANS, OP_POINTS, PLAIN_SECONDS = 8, 0.5, 0.012
 PLAIN_KINDS = frozenset({"linear", "bmm", "layer_norm", "activation", "elementwise", "cast", "bce", "cross_entropy"})
@@ -59,9 +59,9 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
     if on_gpu:
         datasheet = plans[0].cluster.device
         known = fit(dataclasses.replace(own.environment, device_name=datasheet.name), own.samples, device=datasheet)
-        tight = [trained.under(plan, "full") for plan in plans if gpu.layer_precision(plan) == "bf16"]  # little is kept, so that slack weighs most
-        tight = tight[FIRST_WHOLE:][:WHOLE_RUNS] or tight[:WHOLE_RUNS]
-        own.add(gpu.attempted(trained.whole_samples(known, tight, device, until=end - LAST, report=report), "whole", report))
+        # of those whose blocks were timed, so that a run shows what steps add; under the policy that keeps little the allocator's slack weighs most
+        timed = [trained.under(plan, POLICIES[i // 4 % 2]) for i, plan in enumerate(p for p in plans if gpu.layer_precision(p) == "bf16")]
+        own.add(gpu.attempted(trained.whole_samples(known, timed[:WHOLE_RUNS], device, until=end - LAST, report=report), "whole", report))
     for request in gpu.op_requests(plans[:OPS_PLANS], points=OP_POINTS, but=PLAIN_KINDS if on_gpu else frozenset()):
         if time.perf_counter() > end:
             break

@@ -24,7 +24,7 @@ from runtime.microbench.gpu import Report, constant, context_bytes
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Steps of a run.
-STEPS = 12
+STEPS = 8
 # Launches over a step of whole batches up to which the device makes it; runs that `in_step` needs, and its bounds.
 DEVICE_BOUND, FEWEST, IN_STEP = 0.7, 3, (0.9, 1.15)
 
@@ -50,7 +50,8 @@ def whole_samples(calibration: Calibration, plans: list[Plan], device: torch.dev
             continue
         for phase in (FORWARD, BACKWARD):
             excess[phase].append(took[phase] / made.phases[phase].value)
-        report(f"whole: {plan.model.name}: forward {excess[FORWARD][-1]:.3f}, backward {excess[BACKWARD][-1]:.3f} of the prediction")
+        report(f"whole: {plan.model.name} {layer_policy(plan)}: " + ", ".join(
+            f"{phase} {1e3 * took[phase]:.2f} ms, {excess[phase][-1]:.3f} of the prediction" for phase in (FORWARD, BACKWARD)))
     yield constant("allocator_overhead", max(over))
     for phase, ratios in excess.items():
         if len(ratios) >= FEWEST:

@@ -30,9 +30,12 @@ from runtime.microbench import gpu
 
 TIMEOUT = 100.0
 # Even histories, as many as give each multiprocessor two (history, head) pairs, then uneven ones whose events are no multiple of 16: backward of
-# attention takes another path for each (`kernels._attention_triton.backward_path`), and integers divisible by 16 get kernels of their own.
-EVEN, PAIRS, UNEVEN = 272, 280, (300, 50, 21, 7)
+# attention takes another path for each (`kernels._attention_triton.backward_path`), and integers divisible by 16 get kernels of their own. Then a
+# few of the plan's longest.
+EVEN, PAIRS, UNEVEN, FULL = 272, 280, (300, 50, 21, 7), 4
 _ROWS = 1000
+# Plans of longer histories are compiled by processes of their own.
+LONG = 512
 
 
 class Ahead:
@@ -69,7 +72,8 @@ def grouped(plans: list[Plan]) -> list[list[Plan]]:
     found: dict[tuple, list[Plan]] = {}
     for plan in plans:
         layers = [layer for s in plan.model.sequences for layer in s.layers]
-        found.setdefault((gpu.layer_precision(plan), *sorted({(layer.kind, layer.head_dim) for layer in layers})), []).append(plan)
+        long = max((lengths.maximum for lengths in plan.workload.lengths.values()), default=0) > LONG
+        found.setdefault((gpu.layer_precision(plan), long, *sorted({(layer.kind, layer.head_dim) for layer in layers})), []).append(plan)
     return list(found.values())
 
 
@@ -77,8 +81,9 @@ def run_blocks(plan: Plan, device: torch.device, *, layers_only: bool = False) -
     """Forward and backward of every block of the plan, or of its layers, on small batches; returns how many blocks ran."""
     count, precision = 0, gpu.layer_precision(plan)
     heads = max((layer.heads for s in plan.model.sequences for layer in s.layers), default=1)
-    for lengths in ([EVEN] * -(-PAIRS // heads), UNEVEN):
-        longest = {s.name: plan.workload.lengths[s.name].maximum for s in plan.model.sequences}
+    longest = {s.name: plan.workload.lengths[s.name].maximum for s in plan.model.sequences}
+    full = max(longest.values(), default=EVEN)  # tiles differ with the longest history
+    for lengths in ([EVEN] * -(-PAIRS // heads), UNEVEN, [full] * FULL, (full, *UNEVEN[1:])):
         batch = gpu.Lengths(samples=len(lengths), lengths={name: np.minimum(lengths, most) for name, most in longest.items()})
         for region in regions(plan.model):
             if block_features(region.block, batch.shape) is None or (layers_only and not region.layer):

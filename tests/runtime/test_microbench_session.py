@@ -118,8 +118,8 @@ def test_plans_that_need_the_same_kernels_are_compiled_by_one_process():
 
 
 def test_kernels_are_compiled_by_running_every_block_and_table():
-    assert warm.run_blocks(drawn(), CPU) == 2 * 6  # input, layer, summary, bottom, interaction and heads on batches of two kinds
-    assert warm.run_blocks(drawn(), CPU, layers_only=True) == 2
+    assert warm.run_blocks(drawn(), CPU) == 4 * 6  # input, layer, summary, bottom, interaction and heads on batches of four kinds
+    assert warm.run_blocks(drawn(), CPU, layers_only=True) == 4
     assert warm.run_tables(drawn(), CPU) == 2 * 8  # lookups and updates of four table groups
 
 
