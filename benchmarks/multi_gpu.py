@@ -91,17 +91,18 @@ def without_loader(calibration: Calibration) -> Calibration:
     return dataclasses.replace(calibration, curves=tuple(c for c in calibration.curves if c.op != "input"))
 
 
-def predict(work: Path, device: str, calibration: Calibration, *, search_seconds: float = SEARCH_SECONDS) -> list[str]:
+def predict(work: Path, device: str, calibration: Calibration, *, search_seconds: float = SEARCH_SECONDS, seed: int | None = None) -> list[str]:
     """Writes every plan that has no result with its prediction, plans.json (their names, most wanted first), and W/warm, the plans of `warm`."""
-    made = space.plans(device, RANKS)
+    made = space.plans(device, RANKS, seed)
     known = without_loader(calibration)
-    for name, plan in (made | choices(device, known, seconds=search_seconds)).items():
+    for name, plan in (made | choices(device, known, seconds=search_seconds, seed=seed)).items():
         folder = work / name
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "run.json").exists():
+            ran = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, num_steps=space.BATCHES))  # the batches that a run repeats
             prints = {**plan.expected_fingerprints(), "calibration": calibration.fingerprint}
-            dataclasses.replace(plan, prediction=encode(estimate(plan, known)), fingerprints=prints).save(folder / "plan.json")
-    _save_numbered(work / "warm", space.warm_plans(device))
+            dataclasses.replace(plan, prediction=encode(estimate(ran, known)), fingerprints=prints).save(folder / "plan.json")
+    _save_numbered(work / "warm", space.warm_plans(device, seed))
     names = list(made)
     at = names.index("full-ddp")
     names[at:at] = multi_gpu_report.CHOICES
@@ -109,11 +110,11 @@ def predict(work: Path, device: str, calibration: Calibration, *, search_seconds
     return names
 
 
-def choices(device: str, calibration: Calibration, *, seconds: float) -> dict[str, Plan]:
+def choices(device: str, calibration: Calibration, *, seconds: float, seed: int | None = None) -> dict[str, Plan]:
     """The planner's first choice for `full` and the next one of another layout or options, in the formats that both devices have."""
     from planner.search import search
 
-    asked = space.scenario("full", device, RANKS)
+    asked = dataclasses.replace(space.scenario("full", device, RANKS), workload=space.subject_workload("full", device, RANKS, seed))
     formats = tuple(f for f in ("fp8_row", "fp8_tensor", "fp8_block", "mxfp8", *(("bf16",) if device == "cpu" else ())))
     pins = dataclasses.replace(asked.pins, exclude=dataclasses.replace(asked.pins.exclude, precision={"*": formats}))
     found = search(dataclasses.replace(asked, pins=pins), calibration=calibration, time_limit=seconds, top=2)
@@ -121,11 +122,11 @@ def choices(device: str, calibration: Calibration, *, seconds: float) -> dict[st
         without = dataclasses.replace(pins.exclude, layouts=(*pins.exclude.layouts, {"fsdp": found.plan.layout.fsdp, "ep": found.plan.layout.ep}))
         found = dataclasses.replace(found, runners_up=(search(dataclasses.replace(asked, pins=dataclasses.replace(pins, exclude=without)),
                                                               calibration=calibration, time_limit=seconds, top=1).plan,))
-    return dict(zip(multi_gpu_report.CHOICES, (found.plan, found.runners_up[0])))
+    return {name: dataclasses.replace(plan, seed=seed or 0) for name, plan in zip(multi_gpu_report.CHOICES, (found.plan, found.runners_up[0]))}
 
 
 def warm(work: Path, device: str) -> threading.Thread:
-    """Begins to compile every kernel of the plans, in processes of their own; launches wait until `WARMING` is gone. Returns who waits for them."""
+    """Begins to compile the kernels of the plans, in processes of their own; fp32 plans wait until `WARMING` is gone. Returns who waits for them."""
     if not (work / "warm").exists():
         _save_numbered(work / "warm", space.warm_plans(device))
     (work / WARMING).touch()
@@ -206,6 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stage", choices=("all", "warm", "calibrate", "fit", "predict", "run", "report"), default="all")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="of the launch of calibrate or run (default: all of the stage)")
     parser.add_argument("--op-seconds", type=float, help="of a launch's part `ops`")
+    parser.add_argument("--seed", type=int, help="predict plans on workloads that it draws (default: those that were looked at)")
     parser.add_argument("--steps", type=int, help="measured steps of a plan (default: about a second of them)")
     parser.add_argument("--plan-seconds", type=float, help="that a plan may take before the launch is begun anew behind it")
     parser.add_argument("--warm", action="store_true", help="compile the kernels first, side by side; --stage warm does nothing else")
@@ -231,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     if stage in ("all", "fit", "predict"):
         calibration = load_calibration(options.calibration) if options.calibration is not None else refit(work, cluster)
     if stage in ("all", "predict"):
-        predict(work, device, calibration, search_seconds=options.search_seconds)
+        predict(work, device, calibration, search_seconds=options.search_seconds, seed=options.seed)
     if stage in ("all", "run"):
         run(work, device, cluster, seconds=options.seconds, parts=tuple(options.parts or RUNS), extra=extra)
     if stage in ("all", "report"):

@@ -6,8 +6,8 @@
     plans        those of all ranks, in the order of plans.json
     links        copies from the host, an all-gather by the copy engines, contention by CTAs
 
-`ops` and `alone` come before the ranks know each other, the others in the order asked. Without torchrun `--warm PLAN` trains two steps and leaves
-compiled kernels in Triton's cache.
+`ops` comes before the ranks know each other, the others in the order asked, a part that is asked twice takes the second time what was not compiled
+the first time. Without torchrun `--warm PLAN` trains two steps and leaves compiled kernels in Triton's cache.
 
 Rank 0 says which plan is next, so all ranks stop at the same one when the time is over. A plan that fails is recorded and the next one begins in the
 same process group; where it failed on some ranks only, hangs, or left a collective that no rank answers, `multi_gpu_guard` ends the job, which is
@@ -40,7 +40,7 @@ import torch.distributed as dist
 from benchmarks import results
 from benchmarks.fidelity_gpu import MEASURED, _empty
 from benchmarks.multi_gpu_guard import LIMIT, Guard
-from benchmarks.multi_gpu_space import PARTS, WARMING
+from benchmarks.multi_gpu_space import BATCHES, PARTS, WARMING, warmed_late
 from costmodel.codec import content_hash, encode
 from costmodel.plan import Layout, Plan
 from costmodel.runresult import PHASES
@@ -56,8 +56,9 @@ from runtime.microbench.warm import run_blocks
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Seconds of measured steps that a run aims at, its bounds [steps], different batches that it repeats, traced steps.
-RUN_SECONDS, MIN_STEPS, MAX_STEPS, BATCHES, TRACED = 0.8, 8, 60, 3, 3
-SETTLING = 2  # steps after the warm-up that no figure holds
+RUN_SECONDS, MIN_STEPS, MAX_STEPS, TRACED = 0.8, 8, 60, 3
+# Steps after the warm-up that no figure holds; every batch has its turn until then.
+SETTLING = BATCHES - WARMUP_STEPS
 # Of a rank's own ops: seconds in all and a point; of peer copies, before they are given up.
 OP_SECONDS, POINT_SECONDS, PEER_SECONDS = 36.0, 0.02, 25.0
 # That plans leave to parts behind them: to `links` for all of it but contention by CTAs.
@@ -193,19 +194,26 @@ def waiting(work: Path) -> dict[str, Plan]:
     return {name: Plan.load(work / name / "plan.json") for name in names if not (work / name / "run.json").exists()}
 
 
-def run_alone(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, *, until: float, steps: int | None) -> None:
-    """This rank's share of the plans of one rank."""
+def _ready(work: Path, name: str, *, patient: bool) -> bool:
+    """Whether the kernels of a plan are compiled; those that take long may still be under way while others run. `patient`: wait for them."""
+    while patient and warmed_late(name) and (work / WARMING).exists():
+        time.sleep(0.1)
+    return not (warmed_late(name) and (work / WARMING).exists())
+
+
+def run_alone(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, *, until: float, steps: int | None, patient: bool) -> None:
+    """This rank's share of the plans of one rank; what is not compiled yet comes another time, or if `patient` is waited for."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in [n for n in plans if plans[n].layout.world_size == 1][rank::world]:
-        if time.time() < until:
+        if not (work / name / "run.json").exists() and time.time() < until and _ready(work, name, patient=patient):
             guard.begin(work / name)
             found = _attempt(plans[name], device, steps=steps)
             _record(work / name, found if "failed" in found else _together([found]), 0)
             guard.end()
 
 
-def run(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, *, until: float, steps: int | None) -> None:
-    """Those of all ranks until the time is over."""
+def run(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, *, until: float, steps: int | None, patient: bool) -> None:
+    """Those of all ranks until the time is over, as `run_alone`."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), mesh.background_group()
     for name in plans:
         if (work / name / "started").exists():  # and did not end: the job before this one died of it
@@ -215,6 +223,8 @@ def run(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, 
         if not _agreed(time.time() < until):
             _say(f"out of time before {name}", rank)
             break
+        if not _agreed(_ready(work, name, patient=patient)):
+            continue
         if rank == 0:
             (work / name / "started").touch()
         guard.begin(work / name)
@@ -418,22 +428,23 @@ def _parts(options: argparse.Namespace, device: torch.device) -> None:
     plans, guard = waiting(work), Guard(rank, limit=options.plan_seconds)
     if rank == 0:
         (work / MEASURED).write_text(json.dumps(results.stamped()) + "\n")
-    while (work / WARMING).exists() and time.time() < until:
-        time.sleep(0.1)
     if "ops" in parts and device.type == "cuda":
         subjects = [Plan.load(path) for path in sorted((work / "subjects").glob("*.json"))]
         own_ops(work, subjects[rank::world], device, rank, until=min(until, time.time() + options.op_seconds))
-    if "alone" in parts:
-        run_alone(work, plans, device, guard, until=until, steps=options.steps)
-    if not {"collectives", "plans", "links"} & set(parts):
+    if not {"alone", "collectives", "plans", "links"} & set(parts):
         return
     mesh.start(device)
     job = Calibrating(work, mesh.build_meshes(Layout(fsdp=world, sparse_group=world), device), device, until=until)
     for number, part in enumerate(parts):
-        if part == "collectives":
+        patient = part not in parts[number + 1:]
+        if part == "alone":
+            run_alone(work, plans, device, guard, until=until, steps=options.steps, patient=patient)
+            dist.barrier(mesh.background_group())
+        elif part == "collectives":
             calibrate(job)
         elif part == "plans":
-            run(work, plans, device, guard, until=until - sum(RESERVED.get(later, 0.0) for later in parts[number:]), steps=options.steps)
+            end = until - sum(RESERVED.get(later, 0.0) for later in parts[number:])
+            run(work, plans, device, guard, until=end, steps=options.steps, patient=patient)
         elif part == "links":
             links(job)
     mesh.leave()
@@ -459,7 +470,7 @@ def main(arguments: list[str] | None = None) -> int:
         plan = Plan.load(options.warm)
         Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device).train(2)
         run_blocks(plan, device)  # of even lengths, too: integers divisible by 16 get kernels of their own
-        print(f"warm {options.warm.stem}: {time.perf_counter() - begin:.1f} s", flush=True)
+        print(f"\nwarm {options.warm.stem}: {time.perf_counter() - begin:.1f} s", flush=True)
         return 0
     _parts(options, device)
     faulthandler.cancel_dump_traceback_later()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,15 @@ SCENARIOS = {"full": "scenarios/gem-2xh200.yaml", "tables": "scenarios/gem-2xh20
 FP32_BATCH = 16
 # Parts of a launch (`benchmarks.multi_gpu_ranks`), and a file that is there while kernels are compiled beside it.
 PARTS, WARMING = ("ops", "alone", "collectives", "plans", "links"), "warming"
+# Different steps of batches that a run repeats.
+BATCHES = 5
 TINY_BATCH = {"full": 8, "tables": 16, "full-fp32": 8}
+# What a seed draws of a subject's workload, one value each: samples of a global batch, and of `full` the lengths of histories. The workloads without
+# a seed were looked at while the model was made, those of a seed are drawn to be scored.
+DRAWN_BATCH = {"full": (256, 288, 320, 352), "full-fp32": (16, 24, 32), "tables": (4096, 6144, 8192)}
+DRAWN_MEDIAN, DRAWN_SIGMA = (520.0, 600.0, 680.0), (0.6, 0.7, 0.8)
+# Learning rates at which losses of the first steps fall: equal losses are not compared where a training diverges.
+DRAWN_RATE, DRAWN_SPARSE_RATE = 1e-4, 2e-3
 
 
 @functools.cache
@@ -46,9 +55,20 @@ def scenario(subject: str, device: str, ranks: int = 2) -> ResolvedScenario:
                                workload=workload)
 
 
-def plans(device: str, ranks: int = 2) -> dict[str, Plan]:
-    """Every declared plan by name, most wanted first."""
-    full, fp32, tables = (functools.partial(_plan, *_subject(name, device, ranks)) for name in ("full", "full-fp32", "tables"))
+def drawn(workload: Workload, name: str, seed: int | None) -> Workload:
+    """The workload of subject `name` that `seed` draws; without a seed as it is."""
+    if seed is None:
+        return workload
+    own, lengths = random.Random(f"{name} {seed}"), random.Random(f"lengths {seed}")
+    median, sigma = lengths.choice(DRAWN_MEDIAN), lengths.choice(DRAWN_SIGMA)
+    specs = {n: dataclasses.replace(spec, median=median, sigma=sigma) if spec.kind == "lognormal" else spec for n, spec in workload.lengths.items()}
+    return dataclasses.replace(workload, name=f"{workload.name}-seed-{seed}", global_batch=own.choice(DRAWN_BATCH[name]), lengths=specs,
+                               learning_rate=DRAWN_RATE, sparse_learning_rate=DRAWN_SPARSE_RATE)
+
+
+def plans(device: str, ranks: int = 2, seed: int | None = None) -> dict[str, Plan]:
+    """Every declared plan by name, most wanted first, on the workloads that `seed` draws."""
+    full, fp32, tables = (functools.partial(_plan, *_subject(name, device, ranks, seed), seed=seed or 0) for name in ("full", "full-fp32", "tables"))
     whole = Layout(fsdp=ranks, sparse_group=ranks)
     replicas = dataclasses.replace(whole, sparse_group=1, sparse_replicas=ranks)
     low = "bf16" if device == "cuda" else "fp32"
@@ -70,13 +90,13 @@ def plans(device: str, ranks: int = 2) -> dict[str, Plan]:
     }
 
 
-def calibration_plans(device: str) -> list[Plan]:
+def calibration_plans(device: str, seed: int | None = None) -> list[Plan]:
     """The plans whose shapes are timed on one GPU, in turn by the ranks: a rank's share of each subject."""
-    made = plans(device)
+    made = plans(device, seed=seed)
     return [_share(made[name]) for name in ("full-fsdp", "tables-fsdp", "full-overlap-micro", "full-fp32-fsdp")]
 
 
-def warm_plans(device: str) -> list[Plan]:
+def warm_plans(device: str, seed: int | None = None) -> list[Plan]:
     """Plans of one rank and a rank's share of a batch that together launch every kernel of the declared ones: a layer each, so that all compile at
     once."""
     full, tables = (scenario(name, device) for name in SCENARIOS)
@@ -85,11 +105,12 @@ def warm_plans(device: str) -> list[Plan]:
                                             interaction_layers=(), feature_dim=0)) for layer in layers]
     first = tuple(dataclasses.replace(s, layers=s.layers[:1]) for s in full.model.sequences)
     models.append(_few_rows(dataclasses.replace(full.model, sequences=first)))
-    share = {name: plan.local_batch for name, plan in plans(device).items()}
+    declared = plans(device, seed=seed)
+    share = {name: (plan.local_batch, plan.workload) for name, plan in declared.items()}
     made = [(m, full, p, share[name]) for p, name in (("bf16", "full-fsdp"), ("fp32", "full-fp32-fsdp")) for m in models]
     made.append((_few_rows(tables.model), tables, "bf16", share["tables-fsdp"]))
-    return [_plan(model, dataclasses.replace(found.workload, global_batch=batch), found.cluster, Layout(), precision=precision)
-            for model, found, precision, batch in made]
+    return [_plan(model, dataclasses.replace(workload, global_batch=batch), found.cluster, Layout(), precision=precision)
+            for model, found, precision, (batch, workload) in made]
 
 
 def _few_rows(model: Model) -> Model:
@@ -104,21 +125,31 @@ def _share(plan: Plan) -> Plan:
                                tables=tuple(TablePlacement(table=n, sharding="table_wise", ranks=(0,)) for n in names))
 
 
+def warmed_late(name: str) -> bool:
+    """Whether a plan needs kernels that compile for long: those of fp32."""
+    return subject(name) == "full-fp32"
+
+
 def subject(name: str) -> str:
     """The subject of a plan: its model and batch, which only plans that share both are compared by."""
     return "full-fp32" if name.startswith("full-fp32") else name.split("-")[0]
 
 
-def _subject(name: str, device: str, ranks: int) -> tuple[Model, Workload, Cluster]:
+def subject_workload(name: str, device: str, ranks: int, seed: int | None) -> Workload:
+    """The workload of subject `name`."""
+    return _subject(name, device, ranks, seed)[1]
+
+
+def _subject(name: str, device: str, ranks: int, seed: int | None = None) -> tuple[Model, Workload, Cluster]:
     found = scenario(name.split("-")[0], device, ranks)
     workload = found.workload
     if name == "full-fp32":
         workload = dataclasses.replace(workload, name="fp32", global_batch=FP32_BATCH if device == "cuda" else TINY_BATCH[name])
-    return found.model, workload, found.cluster
+    return found.model, drawn(workload, name, seed if device == "cuda" else None), found.cluster
 
 
 def _plan(model: Model, workload: Workload, cluster: Cluster, layout: Layout, *, precision: str, checkpoint: str = "none", accumulation: int = 1,
-          sharding: str = "row_wise", input_overlap: bool = False) -> Plan:
+          sharding: str = "row_wise", input_overlap: bool = False, seed: int = 0) -> Plan:
     names, group = [n for t in model.tables for n in t.names], layout.sparse_group
     whole = sharding == "row_wise" and group > 1
     tables = tuple(TablePlacement(table=n, sharding="row_wise" if whole else "table_wise", ranks=() if whole else (i % group,))
@@ -127,7 +158,7 @@ def _plan(model: Model, workload: Workload, cluster: Cluster, layout: Layout, *,
     batch = workload.global_batch_on(layout.world_size)
     plan = Plan(scenario=model.name, cluster=cluster, model=model, workload=workload, layout=layout, accumulation=accumulation,
                 local_batch=batch // layout.world_size // accumulation, input_overlap=input_overlap, regions=regions, tables=tables,
-                transport="nccl" if cluster.device.kind == "gpu" else "gloo")
+                transport="nccl" if cluster.device.kind == "gpu" else "gloo", seed=seed)
     return dataclasses.replace(plan, fingerprints=plan.expected_fingerprints())
 
 

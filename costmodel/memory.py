@@ -17,13 +17,13 @@ experts, sharded over fsdp / ep ranks.
                            gradient of one block
     input                  `INPUT_BATCHES` batches in the pipeline: int64 ids and offsets, fp32 dense features and labels; with `input_overlap` one
                            more, its distinct ids and every id's place among them
-    buffers                rows and gradients on the wire; on a GPU also the communicators' own buffers and the libraries' workspaces
+    buffers                rows and gradients on the wire; on a GPU also the libraries' workspaces, and what communicators take beside the allocator
     overhead               CUDA context and the allocator's slack: from the calibration, else assumed
 
     forward end = parameters + optimizer + tables + table_state + input + buffers + all saved + unsharded
     backward i  = the same - saved of the blocks behind i + recomputed saved of i + its workspace + gradients so far
     optimizer   = parameters + gradients + optimizer + tables + table_state + input
-    reserved    = allocated x (1 + allocator slack) + context;  a plan fits when reserved <= limit
+    reserved    = allocated x (1 + allocator slack) + context + communicators;  a plan fits when reserved <= limit
 
 On a GPU all that depends on a micro-batch is that of the largest one, where the workload says how many steps there are: of the most events that one
 is expected to have (`costmodel.imbalance.expected_maximum` over steps, micro-batches and ranks). What backward of a block needs beside what is saved
@@ -58,8 +58,9 @@ INPUT_BATCHES = 2
 CONTEXT_BYTES = 0.9e9
 # Slack of the caching allocator over the peak that tensors need [Assumed where not measured].
 ALLOCATOR_OVERHEAD = 0.08
-# Buffers of one NCCL communicator [Assumed: 32 channels x 8.4 MB, send and receive]; dense, sparse group and replicas have one each.
-COMMUNICATOR_BYTES = 0.27e9
+# Buffers of one NCCL communicator, beside the allocator: one more took 0.41 GB [Measured: two H200, NCCL of torch 2.11, 2026-11-30]; dense, sparse
+# group and replicas have one each.
+COMMUNICATOR_BYTES = 0.41e9
 # Workspaces that cuBLAS keeps for the forward and for the backward thread [Assumed where not measured: 32 MiB each on Hopper].
 LIBRARY_BYTES = 67e6
 _INTERVAL: dict[Source, float] = {"measured": 0.03, "interpolated": 0.05, "extrapolated": 0.10, "roofline": 0.10, "assumed": 0.15}
@@ -162,7 +163,7 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
         tables, state = tables / plan.layout.sparse_replicas, state / plan.layout.sparse_replicas
     inputs = INPUT_BATCHES * input_bytes(plan, batch) + (distributed_bytes(plan, batch) if plan.input_overlap else 0.0)
     gpu = plan.cluster.device.kind == "gpu"
-    buffers = exchange_bytes(plan, loads) + (COMMUNICATOR_BYTES * communicators(plan.layout) + _library_bytes(calibration) if gpu else 0.0)
+    buffers = exchange_bytes(plan, loads) + (_library_bytes(calibration) if gpu else 0.0)
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
     embeddings = embedding_bytes(plan, batch)
     dense, phase = _dense_peak(blocks, embeddings, plan)
@@ -172,13 +173,13 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     context, each = reserving(plan, calibration)
     source = _overhead_source(calibration) if gpu else "interpolated"
     width = _INTERVAL[source]
-    reserved = context + each * peak
-    overhead = reserved - peak
+    reserved = context + each * peak + communicator_bytes(plan)
+    overhead = reserved - peak - communicator_bytes(plan)
     limit, host = plan.cluster.usable_memory, host_bytes(plan, loads)
     categories = {
         "parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters, "tables": tables + in_flight, "table_state": state,
         "saved_activations": sum(b.saved for b in blocks) + embeddings, "unsharded_parameters": _unsharded(blocks, plan), "input": inputs,
-        "buffers": buffers, "overhead": overhead,
+        "buffers": buffers + communicator_bytes(plan), "overhead": overhead,
     }
     return Memory(categories=categories, peak=Quantity.relative(peak, width, width, source), peak_phase=peak_phase, limit=limit,
                   reserved=Quantity.relative(reserved, width, width, source), host=host,
@@ -274,8 +275,13 @@ def communicators(layout: Layout) -> int:
     return sum(n > 1 for n in (layout.fsdp, layout.ddp, layout.sparse_group, layout.sparse_replicas, *experts))
 
 
+def communicator_bytes(plan: Plan) -> float:
+    """What a plan's communicators take of the device."""
+    return COMMUNICATOR_BYTES * communicators(plan.layout) if plan.cluster.device.kind == "gpu" else 0.0
+
+
 def reserving(plan: Plan, calibration: Calibration | None) -> tuple[float, float]:
-    """(bytes reserved whatever is allocated, bytes reserved per allocated byte): reserved = the first + the second x peak."""
+    """(bytes reserved whatever is allocated, bytes reserved per allocated byte): reserved = the first + the second x peak + communicators."""
     if plan.cluster.device.kind != "gpu":
         return 0.0, 1.0
     constants = calibration.constants if calibration is not None else {}

@@ -29,9 +29,8 @@ from costmodel.comms import layout_groups, network
 from costmodel.contention import RATE_FLOOR
 from costmodel.lower import batch_shape
 from costmodel.memory import (
-    COMMUNICATOR_BYTES,
     INPUT_BATCHES,
-    communicators,
+    communicator_bytes,
     distributed_bytes,
     embedding_bytes,
     exchange_bytes,
@@ -361,7 +360,7 @@ class _Bounds:
         exchange, group_of = self.per(("sparse_group", "local_batch", "input_overlap"), self.exchange)
         links, link_of = self.per(
             ("fsdp", "ddp", "ep", "sparse_group", "sparse_replicas"),
-            lambda i, plan: [communicators(plan.layout)],
+            lambda i, plan: [communicator_bytes(plan)],
         )
         weights, swapped, embeddings, inputs = exchange[group_of].T
         replicas = columns["sparse_replicas"]
@@ -373,10 +372,9 @@ class _Bounds:
         found = memory(first, batch, loads, self.calibration)
         self.context, self.slope = reserving(first, self.calibration)
         self.usable = (found.limit - self.context) / self.slope
-        each_link = COMMUNICATOR_BYTES if first.cluster.device.kind == "gpu" else 0.0
-        libraries = found.categories["buffers"] - exchange_bytes(first, loads) - each_link * links[link_of[0], 0]
+        libraries = found.categories["buffers"] - exchange_bytes(first, loads) - links[link_of[0], 0]
         self.gradients = parameters[fsdp_of, 0]
-        self.resting = 3 * self.gradients + tables + INPUT_BATCHES * inputs + swapped + libraries + each_link * links[link_of, 0]
+        self.resting = 3 * self.gradients + tables + INPUT_BATCHES * inputs + swapped + libraries + links[link_of, 0] / self.slope
         self.in_flight = np.where(full, weights, 0.0)
         low, low_of = self.per(("ep",), self.narrowest)
         keep = (columns["reshard_after_forward"] == 0) & (columns["fsdp"] > 1)

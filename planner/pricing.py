@@ -19,7 +19,7 @@ from costmodel.calibration import Calibration
 from costmodel.comms import GroupShape, Network, layout_groups, network
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, batch_shape, lower
-from costmodel.memory import BlockMemory, Memory, keeps_unsharded, largest_batch, memory, option_memory, reserving
+from costmodel.memory import BlockMemory, Memory, communicator_bytes, keeps_unsharded, largest_batch, memory, option_memory, reserving
 from costmodel.model import DTYPE_BYTES, TableGroup
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.precision import emulated
@@ -345,7 +345,8 @@ class Pricing:
         context, slope = reserving(plan, self.calibration)
         usable = (found.limit - context) / slope
         categories, layout = found.categories, plan.layout
-        resting = categories["parameters"] + categories["optimizer"] + categories["input"] + categories["buffers"]
+        outside = communicator_bytes(plan)  # beside the allocator, whose slack it has not
+        resting = categories["parameters"] + categories["optimizer"] + categories["input"] + categories["buffers"] - outside + outside / slope
         buffer = 4.0 * float(lowered.loads.served.max(initial=0.0)) if layout.sparse_group > 1 else 0.0
         full = layout.fully_sharded_2d and layout.sparse_replicas > 1
         blocks = sum(self.blocks[name] * memories[name][choice].saved for name, choice in fastest.items())

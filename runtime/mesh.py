@@ -57,8 +57,9 @@ class Meshes:
 
 
 def build_meshes(layout: Layout, device: torch.device) -> Meshes:
-    """Collective over all ranks. Without a process group only a layout of one rank can be built, and `dense` is None."""
-    if layout.world_size == 1 and not dist.is_initialized():
+    """Collective over all ranks. A layout of one rank needs no process group, and any rank of a larger job can build it for itself: `dense` is None
+    then."""
+    if layout.world_size == 1 and (not dist.is_initialized() or dist.get_world_size() > 1):
         return Meshes(layout=layout, rank=0, device=device, dense=None, sparse_group=None, sparse_replicas=None)
     if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
         have = dist.get_world_size() if dist.is_initialized() else 1
