@@ -40,10 +40,19 @@ def launch(kernel: Any, grid: int, args: tuple, constants: tuple, *, num_warps: 
     if found is None or not DIRECT or any(a.data_ptr() & 15 for a in args if isinstance(a, Tensor)):
         made = kernel[(grid,)](*args, *constants, num_warps=num_warps, **options)
         if made is not None and not any(a.data_ptr() & 15 for a in args if isinstance(a, Tensor)):  # None: interpreted
-            _compiled[known] = made.run, made.function, made.packed_metadata
+            _compiled[known] = _entry(made)
         return
-    run, function, metadata = found
-    run(grid, 1, 1, _raw_stream(index), function, metadata, None, None, None, *args, *constants)
+    call, fixed = found
+    call(grid, 1, 1, _raw_stream(index), *fixed, *args, *constants)
+
+
+def _entry(made: Any) -> tuple[Any, tuple]:
+    """(what launches a compiled kernel, its arguments between the stream and the kernel's own). A kernel that needs no scratch memory goes past the
+    Python that would allocate it."""
+    launcher, end = made.run, (made.packed_metadata, None, None, None)
+    if getattr(launcher, "global_scratch_size", None) == 0 and getattr(launcher, "profile_scratch_size", None) == 0:
+        return launcher.launch, (made.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *end)
+    return launcher, (made.function, *end)
 
 
 class Box:
@@ -83,7 +92,7 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         made = kernel[grid](*(a.whole() if type(a) is Box else a for a in args), **meta)
         rest = [p.name for p in getattr(kernel, "params", ())][len(args):]
         if made is not None and aligned and meta.keys() >= set(rest):  # None: interpreted
-            _compiled[known] = made.run, made.function, made.packed_metadata, rest
+            _compiled[known] = *_entry(made), rest
         return
-    launcher, function, metadata, rest = found
-    launcher(*grid, *(1,) * (3 - len(grid)), _raw_stream(base.device.index), function, metadata, None, None, None, *args, *[meta[n] for n in rest])
+    call, fixed, rest = found
+    call(*grid, *(1,) * (3 - len(grid)), _raw_stream(base.device.index), *fixed, *args, *[meta[n] for n in rest])

@@ -7,7 +7,7 @@ backward returns the gradients to fp32. Numerics are FSDP2's: the same roundings
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,33 +18,41 @@ class _CastParameters(torch.autograd.Function):
     """fp32 parameters -> copies in `dtype`, one fused cast; backward the other way round."""
 
     @staticmethod
-    def forward(ctx, dtype: torch.dtype, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, dtype: torch.dtype, shapes: tuple[torch.Size, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(_cast(parameters, dtype))
+        ctx.shapes = shapes
+        return tuple(_cast(parameters, dtype, shapes))
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None):
+        if not any(g is None for g in gradients):
+            return None, None, *_cast(gradients, torch.float32, ctx.shapes)
         given = [g for g in gradients if g is not None]
-        cast = iter(_cast(given, torch.float32))
-        return None, *(None if g is None else next(cast) for g in gradients)
+        cast = iter(_cast(given, torch.float32, tuple(g.shape for g in given)))
+        return None, None, *(None if g is None else next(cast) for g in gradients)
 
 
-def _cast(tensors, dtype: torch.dtype) -> list[Tensor]:
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype, shapes: tuple[torch.Size, ...]) -> list[Tensor]:
     """Contiguous copies in `dtype`, each starting at a multiple of 16 bytes of one buffer."""
     if not tensors:
         return []
-    per_line = 16 // dtype.itemsize
-    begins, total = [], 0
-    for tensor in tensors:
-        begins.append(total)
-        total += -(-tensor.numel() // per_line) * per_line
+    total, places = _places(shapes, 16 // dtype.itemsize)
     buffer = torch.empty(total, dtype=dtype, device=tensors[0].device)
-    copies = [torch.as_strided(buffer, t.shape, _contiguous(t.shape), begin) for t, begin in zip(tensors, begins)]
-    torch._foreach_copy_(copies, list(tensors))
+    copies = [buffer.as_strided(*place) for place in places]
+    torch._foreach_copy_(copies, tensors)
     return copies
 
 
 @functools.cache
+def _places(shapes: tuple[torch.Size, ...], multiple: int) -> tuple[int, list[tuple[torch.Size, tuple[int, ...], int]]]:
+    """Elements in all, and (shape, strides, first element) of each, a multiple of `multiple`."""
+    places, total = [], 0
+    for shape in shapes:
+        places.append((shape, _contiguous(shape), total))
+        total += -(-shape.numel() // multiple) * multiple
+    return total, places
+
+
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
@@ -55,18 +63,19 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 
 def compute_in(block: nn.Module, dtype: torch.dtype) -> None:
     """From now on `block.forward` computes in `dtype`: floating inputs are cast on entry, parameters in one go. In place."""
-    places = [(module, name) for module in block.modules() for name, parameter in module._parameters.items() if parameter is not None]
+    places = [(module._parameters, name) for module in block.modules() for name, parameter in module._parameters.items() if parameter is not None]
+    shapes = tuple(held[name].shape for held, name in places)
     inner: Callable[..., Any] = block.forward
 
     def forward(*args: Any) -> Any:
-        parameters = [module._parameters[name] for module, name in places]
-        copies = _CastParameters.apply(dtype, *parameters)
+        parameters = [held[name] for held, name in places]
+        copies = _CastParameters.apply(dtype, shapes, *parameters)
         try:
-            for (module, name), copy in zip(places, copies):
-                module._parameters[name] = copy
+            for (held, name), copy in zip(places, copies):
+                held[name] = copy
             return inner(*(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args))
         finally:
-            for (module, name), parameter in zip(places, parameters):
-                module._parameters[name] = parameter
+            for (held, name), parameter in zip(places, parameters):
+                held[name] = parameter
 
     block.forward = forward
