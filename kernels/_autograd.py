@@ -36,7 +36,7 @@ def _on_cuda(name: str) -> Callable:
 
 
 def observed() -> bool:
-    """Whether something watches or changes what operators do: a trace, a compiler that would look into Python frames, a mode over them, a profiler."""
+    """Whether something watches or changes what operators do: a trace, a compiler that looks into frames, a mode over operators, a profiler."""
     return (torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack()) or torch._C._autograd._profiler_enabled()
             or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None)
 
