@@ -7,6 +7,8 @@ What the interpreter spends on a block hardly depends on how much the block comp
     backward:<kind>@<dtype>[:policy][+mlp]
     forward:region@<dtype>, backward:...    one of the other regions (inputs, summaries, MLPs, heads)
     forward:loss, backward:loss             a micro-batch beside its regions
+    forward:product, backward:product       a matrix product whose number of rows differs from step to step, as where histories differ in length:
+                                            the library chooses its kernel anew
     lookup, update                          one table group: every micro-batch, every step
     optimizer, tensor                       a step, and each parameter tensor
     input, other                            a micro-batch taken, a step's rest
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from costmodel.blocks.base import Block
+from costmodel.blocks.base import BatchShape, Block
 from costmodel.gpu import block_key
 from costmodel.ops import BACKWARD, FORWARD, Op
 
@@ -26,6 +28,15 @@ PREFIX = "host/"
 # Regions that share one figure, for they are a few launches each.
 PLAIN = frozenset({"sequence_input", "summary", "mlp", "heads"})
 PASSES = (FORWARD, BACKWARD)
+
+
+def products(block: Block, batch: BatchShape, precision: str, phase: str, policy: str = "none") -> int:
+    """Matrix products of a block in one direction whose number of rows is another in every step."""
+    sequence = getattr(block, "sequence", None)
+    if sequence is None or sequence not in batch.sequences or not batch.sequences[sequence].varied:
+        return 0
+    each = sum(one.count for one in block.forward(batch, precision) if one.kind == "linear")
+    return each if phase == FORWARD else (3 if policy == "full" else 2) * each
 
 
 def layer_name(block: Block, dtype: str, policy: str = "none") -> str:
@@ -49,19 +60,20 @@ class HostTimes:
         """Seconds, None where it was not measured."""
         return self._figures.get(name)
 
-    def block(self, block: Block, dtype: str, phase: str, policy: str = "none") -> float | None:
+    def block(self, block: Block, batch: BatchShape, dtype: str, phase: str, policy: str = "none") -> float | None:
         """Of one block in one direction; None where its kind was not measured. A dtype that was not is taken for bf16."""
         for precision in dict.fromkeys((dtype, "bf16")):
             found = self.get(f"{phase}:{layer_name(block, precision, policy)}")
             if found is not None:
-                return found
+                each = self.get(f"{phase}:product")
+                return found + each * products(block, batch, precision, phase, policy) if each else found
         return None
 
-    def policy(self, block: Block, dtype: str, policy: str) -> tuple[float, float] | None:
+    def policy(self, block: Block, batch: BatchShape, dtype: str, policy: str) -> tuple[float, float] | None:
         """What a policy adds in (forward, backward), either of which may be negative; None where it was not measured."""
         if policy == "none" or block.kind in PLAIN:
             return (0.0, 0.0)
-        under, plain = ([self.block(block, dtype, phase, p) for phase in PASSES] for p in (policy, "none"))
+        under, plain = ([self.block(block, batch, dtype, phase, p) for phase in PASSES] for p in (policy, "none"))
         if None in under or None in plain:
             return None
         forward, backward = (a - b for a, b in zip(under, plain))

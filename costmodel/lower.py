@@ -367,7 +367,7 @@ class _Builder:
             self.exchange(unit, FORWARD)
             cost = self.pricer.block(block, self.batch, unit.precision, FORWARD)
             self.compute(name, cost, phase, name, deps=(gather,))
-            self.early += self.pricer.early(block, unit.precision, unit.checkpoint)
+            self.early += self.pricer.early(block, self.batch, unit.precision, unit.checkpoint)
         rows = self.batch.samples * len(self.plan.model.heads)
         self.compute("loss", self.pricer.ops([op("bce", m=rows)], FORWARD), phase)
 

@@ -146,7 +146,7 @@ class Pricer:
         key = (id(block), id(batch), precision, phase)
         if key not in self._blocks:
             cost = self._corrected(block, batch, self.ops(self._forward(block, batch, precision), phase), phase, precision)
-            seen = self.host.block(block, precision, phase)
+            seen = self.host.block(block, batch, precision, phase)
             host = cost.host_seconds * self._host_scale(block, precision) if seen is None else self._mode * seen
             self._blocks[key] = cost if host == cost.host_seconds else dataclasses.replace(cost, host_seconds=host)
         return self._blocks[key]
@@ -165,13 +165,13 @@ class Pricer:
             cost = self._under_policy(block, batch, precision, policy, again)
             if cost is None:
                 cost = self._corrected(block, batch, self.ops(again, FORWARD), FORWARD, precision) if again else NO_COST
-            seen = self.host.policy(block, precision, policy)
+            seen = self.host.policy(block, batch, precision, policy)
             self._blocks[key] = cost if seen is None or not again else dataclasses.replace(cost, host_seconds=self._mode * max(sum(seen), 0.0))
         return self._blocks[key]
 
-    def early(self, block: Block, precision: str, policy: str) -> float:
+    def early(self, block: Block, batch: BatchShape, precision: str, policy: str) -> float:
         """Host seconds of `recompute` that are spent in forward already."""
-        forward, backward = self.host.policy(block, precision, policy) or (0.0, 0.0)
+        forward, backward = self.host.policy(block, batch, precision, policy) or (0.0, 0.0)
         return self._mode * min(max(forward, 0.0), max(forward + backward, 0.0))
 
     def _under_policy(self, block: Block, batch: BatchShape, precision: str, policy: str, again: Sequence[Op]) -> Cost | None:

@@ -79,6 +79,11 @@ class JaggedShape:
     def tokens(self) -> float:
         return self.token_factor * float(self.weights @ self.lengths)
 
+    @functools.cached_property
+    def varied(self) -> bool:
+        """Whether histories differ in length, so that batches differ in events."""
+        return len(self.lengths) > 1 and int(np.count_nonzero(self.weights)) > 1
+
     def padded(self) -> JaggedShape:
         """Every history as long as the longest."""
         return dataclasses.replace(self, lengths=np.array([self.longest]), weights=np.array([self.samples]))

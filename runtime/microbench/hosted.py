@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from costmodel.hosttime import PASSES, layer_name
+from costmodel.hosttime import PASSES, layer_name, products
+from costmodel.lower import batch_shape
 from costmodel.plan import Plan, RegionOption, RegionPlan
 from costmodel.regions import regions
 from costmodel.samples import Sample
@@ -34,9 +35,11 @@ REST_QUANTILE = 0.25
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """A run: how often each part occurs in forward and backward of a micro-batch, and median main-thread seconds by phase."""
+    """A run: how often each part occurs in forward and backward of a micro-batch, products with ever other rows by direction, and median main-thread
+    seconds by phase."""
 
     parts: Mapping[str, int]
+    products: Mapping[str, int]
     micro: int
     groups: int
     tensors: int
@@ -64,8 +67,8 @@ def spent(plan: Plan, device: torch.device) -> Spent:
     trainer = short_run(plan, device, WARMUP_STEPS + STEPS)
     steps = trainer.timer.host[WARMUP_STEPS:]
     phases = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-    return Spent(parts=parts(plan), micro=plan.accumulation, groups=len(plan.model.tables), phases=phases,
-                 tensors=sum(1 for _ in trainer.model.dense.parameters()))
+    return Spent(parts=parts(plan), products={phase: varied_products(plan, phase) for phase in PASSES}, micro=plan.accumulation,
+                 groups=len(plan.model.tables), phases=phases, tensors=sum(1 for _ in trainer.model.dense.parameters()))
 
 
 def parts(plan: Plan) -> dict[str, int]:
@@ -78,13 +81,21 @@ def parts(plan: Plan) -> dict[str, int]:
     return dict(found)
 
 
+def varied_products(plan: Plan, phase: str) -> int:
+    """Products of a micro-batch in one direction whose rows differ from step to step."""
+    options, batch = {r.region: r.options for r in plan.regions}, batch_shape(plan)
+    return sum(option.count * products(region.block, batch, option.precision, phase, option.checkpoint)
+               for region in regions(plan.model) for option in options[region.name])
+
+
 def solved(runs: Sequence[Spent], report: Report = lambda _: None) -> dict[str, float]:
     """Seconds of every part: the non-negative ones with the least relative error."""
     if not runs:
         return {}
     found = {}
     for phase in PASSES:
-        rows = [({f"{phase}:{name}": r.micro * count for name, count in r.parts.items()} | {f"{phase}:loss": r.micro}, r.phases[phase]) for r in runs]
+        rows = [({f"{phase}:{name}": r.micro * count for name, count in r.parts.items()}
+                 | {f"{phase}:loss": r.micro, f"{phase}:product": r.micro * r.products[phase]}, r.phases[phase]) for r in runs]
         found |= _least(rows, phase, report)
     found |= _least([({"lookup": r.micro * r.groups, "update": r.groups}, r.phases["sparse"]) for r in runs], "sparse", report)
     found |= _least([({"optimizer": 1, "tensor": r.tensors}, r.phases["optimizer"]) for r in runs], "optimizer", report)
@@ -117,8 +128,8 @@ def _least(rows: Sequence[tuple[Mapping[str, int], float]], what: str, report: R
 
 
 def designs(plans: Sequence[Plan]) -> list[Plan]:
-    """Small plans of the layers of `plans`: each kind with few and with many layers, under every policy; with and without a feed-forward part; on two
-    micro-batches; with other regions around it; in other precisions."""
+    """Small plans of the layers of `plans`: each kind with few and with many layers, under every policy; with and without a feed-forward part; on
+    histories of all lengths; on two micro-batches; with other regions around it; in other precisions."""
     kinds: dict[str, dict[bool, Plan]] = defaultdict(dict)
     others: dict[tuple[str, str], Plan] = {}
     shapes: dict[tuple, Plan] = {}
@@ -133,24 +144,27 @@ def designs(plans: Sequence[Plan]) -> list[Plan]:
         shapes.setdefault((bool(plan.model.num_dense_features), *sorted({layer.kind for layer in plan.model.interaction_layers})), plan)
     first = [next(iter(made.values())) for made in kinds.values()]
     second = [plan for made in kinds.values() for plan in list(made.values())[1:]]
-    found = [small(plan, count, policy=policy) for policy in POLICIES for plan in first for count in (FEW, MANY)]
-    found += [small(plan, SOME, policy=policy) for policy in POLICIES for plan in second]
-    found += [small(plan, count) for (_, plan), count in zip(others.items(), (FEW, MANY) * len(others))]
-    around = [small(plan, SOME) for plan in shapes.values()]
-    found += around + [small(plan, SOME, interactions=2) for plan in shapes.values() if plan.model.interaction_layers]
+    found = [small(plan, count) for plan in first for count in (FEW, MANY)]
+    found += [small(plan, SOME, policy=policy, varied=True) for policy in ("none", "full") for plan in first]
     found += [small(plan, SOME, micro=2, policy=policy) for plan, policy in zip(first, ("none", *POLICIES, "none"))]
+    found += [small(plan, count, policy=policy) for policy in POLICIES if policy != "none" for plan in first for count in (FEW, MANY)]
+    found += [small(plan, SOME, policy=policy) for policy in POLICIES for plan in second]
+    around = list(shapes.values())
+    found += [small(plan, SOME) for plan in around] + [small(plan, SOME, interactions=2) for plan in around if plan.model.interaction_layers]
+    found += [small(plan, count) for (_, plan), count in zip(others.items(), (FEW, MANY) * len(others))]
     return found
 
 
-def small(plan: Plan, count: int, *, micro: int = 1, policy: str | None = None, interactions: int | None = None) -> Plan:
-    """The plan with `count` layers a group under `policy` (default: its own), on `micro` batches of a few short histories and tables of few rows;
-    `interactions`: times that each interaction layer is there."""
+def small(plan: Plan, count: int, *, micro: int = 1, policy: str | None = None, interactions: int | None = None, varied: bool = False) -> Plan:
+    """The plan with `count` layers a group under `policy` (default: its own), on `micro` batches of a few short histories, `varied` in length or not,
+    and tables of few rows; `interactions`: times that each interaction layer is there."""
     own, precision = policy or layer_policy(plan), layer_precision(plan)
     model = dataclasses.replace(
         plan.model, tables=tuple(dataclasses.replace(t, rows=min(t.rows, ROWS)) for t in plan.model.tables),
         sequences=tuple(dataclasses.replace(s, layers=tuple(dataclasses.replace(g, count=count) for g in s.layers)) for s in plan.model.sequences),
         interaction_layers=tuple(dataclasses.replace(g, count=interactions or g.count) for g in plan.model.interaction_layers))
-    lengths = {s.name: Lengths(kind="fixed", maximum=min(LENGTH, plan.workload.lengths[s.name].maximum)) for s in plan.model.sequences}
+    kind = "uniform" if varied else "fixed"
+    lengths = {s.name: Lengths(kind=kind, maximum=min(LENGTH, plan.workload.lengths[s.name].maximum)) for s in plan.model.sequences}
     workload = dataclasses.replace(plan.workload, lengths=lengths, global_batch=micro * SAMPLES, local_batch=None)
     known = {r.region: r.options[0] for r in plan.regions}
     options = []

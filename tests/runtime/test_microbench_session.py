@@ -59,18 +59,20 @@ def test_parts_of_a_step_are_told_apart():
     runs = []
     for i, plan in enumerate(wanted):
         parts = hosted.parts(plan)
-        phases = {phase: plan.accumulation * (2e-4 + sum(n * cost(phase + name) for name, n in parts.items())) for phase in ("forward", "backward")}
+        new = {phase: hosted.varied_products(plan, phase) for phase in ("forward", "backward")}
+        phases = {phase: plan.accumulation * (2e-4 + 3e-5 * new[phase] + sum(n * cost(phase + name) for name, n in parts.items())) for phase in new}
         phases |= {"sparse": 3e-4 * plan.accumulation * 4 + 4e-4 * 4, "optimizer": 1e-4 + 2e-6 * (10 + i), "input": 1e-4 * plan.accumulation,
                    "other": 5e-5}
         if i == 5:
             phases["forward"] *= 1.5
-        runs.append(hosted.Spent(parts=parts, micro=plan.accumulation, groups=4, tensors=10 + i, phases=phases))
+        runs.append(hosted.Spent(parts=parts, products=new, micro=plan.accumulation, groups=4, tensors=10 + i, phases=phases))
     said = []
     found = hosted.solved(runs, said.append)
     for name in ("hstu@bf16", "gdpa@bf16+mlp:full", "gdpa@bf16:full+mlp", "self_attention@bf16:selective+mlp"):
         for phase in ("forward", "backward"):
             if f"{phase}:{name}" in found:
                 assert found[f"{phase}:{name}"] == pytest.approx(cost(phase + name), rel=0.02), name
+    assert found["forward:product"] == pytest.approx(3e-5, rel=0.05) and found["backward:product"] == pytest.approx(3e-5, rel=0.05)
     assert found["lookup"] == pytest.approx(3e-4, rel=0.01) and found["update"] == pytest.approx(4e-4, rel=0.02)
     assert found["tensor"] == pytest.approx(2e-6, rel=0.05) and found["other"] == pytest.approx(5e-5)
     assert any("forward" in line and "at most" in line for line in said)
