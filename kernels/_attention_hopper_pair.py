@@ -9,6 +9,10 @@ groups keep their accumulators in registers, nothing is exchanged between them, 
 Weights and score gradients are register operands of the products that follow. A helper partition does what would stall the producer:
 it zeroes foreign rows of a sequence's last tile (a neighbour's NaN must not meet our zeros) and fetches the row statistics.
 Foreign rows matter only where they are summed over: K in the dQ kernel, Q and dO in the dK/dV kernel.
+
+The helpers do not read the next item ahead: Triton 3.6's loop-aware CSE drops a loop-carried value that is used only as a bound of an inner loop
+(the first iteration's stays), and where a mask by position bounds the helper's loop, nothing else uses the block's first key. It then
+waited for tiles that never come. `tests/kernels/test_hopper_compiled.py` looks for the like in what is compiled.
 """
 
 from triton.experimental import gluon
@@ -390,14 +394,8 @@ def _kv_help(
     step = 0
     seen = 0
     total = gl.load(count) * kv_heads
-    head_next, first_next, q_start_next, q_len_next, k_start_next, k_len_next = _read_block(
-        q_offsets, k_offsets, items, gl.program_id(0), total, kv_heads
-    )
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        kv_head, first, q_start, q_len, _k_start, k_len = head_next, first_next, q_start_next, q_len_next, k_start_next, k_len_next
-        head_next, first_next, q_start_next, q_len_next, k_start_next, k_len_next = _read_block(
-            q_offsets, k_offsets, items, index + gl.num_programs(0), total, kv_heads
-        )
+        kv_head, first, q_start, q_len, _k_start, k_len = _read_block(q_offsets, k_offsets, items, index, total, kv_heads)
         low, high, _a, _b = _row_range(first, gl.minimum(first + KEYS, k_len), k_len - q_len, q_len, window, CAUSAL, WINDOW, N)
         for sub in range(GROUP):
             head = kv_head * GROUP + sub
@@ -428,7 +426,7 @@ def _kv_consume(
     dk, dv, q_offsets, k_offsets, items, count, H, GROUP: gl.constexpr, window, scale, dk_scale, inv_divisor,
     k_smem, v_smem, q_smem, do_smem, stats_smem, kv_ready, kv_empty, q_ready, q_empty, do_ready, stats_ready,
     HALF: gl.constexpr, KIND: gl.constexpr, APPROX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -471,9 +469,12 @@ def _kv_consume(
                         do = do_smem.index(stage)
                         mbarrier.wait(q_ready.index(stage), phase)
                         s_token = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                        mbarrier.wait(do_ready.index(stage), phase)
-                        dp_token = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                        s = warpgroup_mma_wait(1, deps=[s_token]) * scale
+                        if LATE:
+                            s = warpgroup_mma_wait(0, deps=[s_token]) * scale
+                        else:
+                            mbarrier.wait(do_ready.index(stage), phase)
+                            dp_token = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                            s = warpgroup_mma_wait(1, deps=[s_token]) * scale
                         edge = (start < full_low) | (start + N > full_high)
                         if KIND == "softmax":
                             mbarrier.wait(stats_ready.index(stage), phase)
@@ -490,8 +491,14 @@ def _kv_consume(
                                     p = _select_rows(p, start, columns, k_len, shift, window, CAUSAL, WINDOW, N, s_layout)
                                     slope = _select_rows(slope, start, columns, k_len, shift, window, CAUSAL, WINDOW, N, s_layout)
                         weights = gl.convert_layout(p.to(dtype), p_layout)
-                        dp = warpgroup_mma_wait(0, deps=[dp_token])
-                        dv_token = warpgroup_mma(weights, do, dv_acc, is_async=True)
+                        if LATE:
+                            mbarrier.wait(do_ready.index(stage), phase)
+                            dp_token = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                            dv_token = warpgroup_mma(weights, do, dv_acc, is_async=True)
+                            dp = warpgroup_mma_wait(1, deps=[dp_token])
+                        else:
+                            dp = warpgroup_mma_wait(0, deps=[dp_token])
+                            dv_token = warpgroup_mma(weights, do, dv_acc, is_async=True)
                         if KIND == "softmax":
                             row_delta = stats_smem.index(2 * stage + 1).load(gl.SliceLayout(0, s_layout))
                             ds = (slope * (dp - row_delta[None, :])).to(dtype)
@@ -530,11 +537,14 @@ def hopper_dkdv_kernel(
     q_desc, do_desc, k_desc, v_desc, dk, dv, lse, delta, q_offsets, k_offsets, items, count, total_q, H, GROUP: gl.constexpr,
     q_head, do_head, k_head, v_head, window, scale, dk_scale, inv_divisor,
     KIND: gl.constexpr, APPROX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, LATE: gl.constexpr,
     PRODUCERS: gl.constexpr, HELPERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over `items` (blocks of 128 keys) of every K/V head; N queries a step, SLOTS blocks of K and V in flight."""
+    """Persistent over `items` (blocks of 128 keys) of every K/V head; N queries a step, SLOTS blocks of K and V in flight.
+
+    LATE: dP is not begun before the weights are there, which takes 32 registers fewer.
+    """
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [2 * SLOTS, M, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [2 * SLOTS, M, D], v_desc.layout)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, N, D], q_desc.layout)
@@ -561,10 +571,10 @@ def hopper_dkdv_kernel(
         [
             (_kv_consume, (dk, dv, q_offsets, k_offsets, items, count, H, GROUP, window, scale, dk_scale, inv_divisor,
                            k_smem, v_smem, q_smem, do_smem, stats_smem, kv_ready, kv_empty, q_ready, q_empty, do_ready, stats_ready,
-                           0, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES, SLOTS)),
+                           0, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES, SLOTS, LATE)),
             (_kv_consume, (dk, dv, q_offsets, k_offsets, items, count, H, GROUP, window, scale, dk_scale, inv_divisor,
                            k_smem, v_smem, q_smem, do_smem, stats_smem, kv_ready, kv_empty, q_ready, q_empty, do_ready, stats_ready,
-                           1, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES, SLOTS)),
+                           1, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES, SLOTS, LATE)),
             (_kv_produce, (q_desc, do_desc, k_desc, v_desc, q_offsets, k_offsets, items, count, H, GROUP,
                            q_head, do_head, k_head, v_head, window,
                            k_smem, v_smem, q_smem, do_smem, kv_ready, kv_empty, q_ready, q_empty, do_ready, tail,

@@ -11,6 +11,7 @@ from kernels._attention_hopper import hopper_forward_kernel
 from kernels._attention_hopper_bwd import hopper_backward_kernel
 from kernels._attention_hopper_items import hopper_items_kernel
 from kernels._attention_hopper_pair import hopper_dkdv_kernel, hopper_dq_kernel
+from kernels._attention_hopper_units import hopper_units_kernel
 from kernels._block_hopper import block_backward_kernel
 from kernels._launch import Box, run
 from kernels._tiles import RANKED, longest_first, ranked_tiles, tile_map, zero_unowned
@@ -28,6 +29,7 @@ BACKWARD_QUERIES = {64: 128, 128: 64}  # head dim -> queries per step of the bac
 # 505 at L <= 1024, 257 at L <= 256, one block and a stage more 543 and 248. O read by the consumers instead of by TMA: dQ 547
 DQ_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 4, 1), (128, False): (64, 3, 2)}
 DKDV_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 3, 2), (128, False): (64, 4, 1)}  # (head dim, short)
+LATE = frozenset()  # kinds whose dK and dV begin dP late
 # two of a program's warp groups compute; beside them a warp that loads, and two that zero tails and fetch statistics
 PARTITIONS = {"PRODUCERS": 1, "HELPERS": 2, "PRODUCER_REGISTERS": 24, "num_warps": 4}
 
@@ -122,6 +124,24 @@ def forward_items(q, k, v, out, lse, offsets, options, choice: tuple[int, int, i
     )  # fmt: skip
 
 
+def forward_units(q, k, v, out, lse, offsets, options, choice: tuple[int, int, int, int, int, bool]) -> None:
+    """As `forward`, without a mask by position, by tiles of 64 rows; `choice`: keys a block n, stages (n * stages keys stay for an item), consumers,
+    tiles of each in an item, tiles in flight, whether they leave by TMA."""
+    rows, heads, head_dim = q.shape
+    softmax = options.kind == "softmax"
+    n, stages, consumers, tiles, slots, store = choice
+    items, count = ranked_tiles(*offsets, rows, consumers * 64 * tiles, out)
+    scale = options.scale * LOG2E if softmax else options.scale
+    kind = {name: value for name, value in meta(q, options).items() if name in ("KIND", "APPROX")}
+    run(
+        hopper_units_kernel, (num_programs(q.device),),
+        descriptor(q, 64), descriptor(k, n), descriptor(v, n), descriptor(out, 64), out, lse if softmax else out, *offsets, items, count,
+        rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), scale, 1.0 / options.divisor,
+        **kind, N=n, D=head_dim, STAGES=stages, CONSUMERS=consumers, TILES=tiles, SLOTS=slots, STORE=store,
+        CONSUMER_REGISTERS=160 if consumers == 3 else 240, **PARTITIONS,
+    )  # fmt: skip
+
+
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     offsets: tuple[Tensor, Tensor], options, *, owner: bool,
@@ -174,7 +194,7 @@ def backward_pair(
         hopper_dkdv_kernel, grid,
         descriptor(q, n), descriptor(grad, n), descriptor(k, 64), descriptor(v, 64), dk, dv, lse, delta,
         *offsets, *items, *sizes, q.stride(1), grad.stride(1), k.stride(1), v.stride(1), options.window, scale,
-        options.scale / options.divisor, 1.0 / options.divisor, N=n, STAGES=stages, SLOTS=slots, **constants,
+        options.scale / options.divisor, 1.0 / options.divisor, N=n, STAGES=stages, SLOTS=slots, LATE=options.kind in LATE, **constants,
     )  # fmt: skip
 
 

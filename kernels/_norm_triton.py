@@ -27,12 +27,12 @@ MAX_DIM = 65536
 # Few threads a row: the reductions' instructions and barriers, not the bytes, are what costs time. Row-wise fp8 on an H200, TB/s at 16, 32, 64:
 # D=512 2.5, 4.1, 4.1; D=1024 3.1, 3.8, 4.1; D=2048 3.2, 3.2, 3.7; D=4096 2.9, 2.9, 3.2; D=8192 2.6, 2.9, 3.1.
 ELEMENTS_PER_THREAD = 64
-# Quantising kernels, by kind of scaling and columns (the next power of two): whether a program loops over many rows, elements a thread, warps a
+# Quantising kernels, by kind of scaling and columns (the next power of two): LOOP and STAGES of the kernel, elements a thread, warps a
 # multiprocessor where it loops, and whether a thread's elements lie by 8 instead of 16. A maximum over the tensor always loops: one atomic a
 # program, all on one address, is what it can afford.
 # Measured on an H200 [TB/s], 4,096 columns: row-wise 3.15 by tiles, 3.62 looping (2.77 with 64 elements a thread); tensor-wise 3.54 with 32, 3.03
 # with 64. At 8,192 the loop has not been measured.
-_TILES, _LOOP, _WIDE_LOOP = (False, 64, 0, False), (True, 32, 16, True), (True, 64, 12, False)
+_TILES, _LOOP, _WIDE_LOOP = (0, 0, 64, 0, False), (1, 0, 32, 16, True), (1, 0, 64, 12, False)
 SETTINGS = {
     "row": {512: _TILES, 1024: _TILES, 2048: _TILES, 4096: _LOOP, 8192: _TILES},
     "tensor": {512: _WIDE_LOOP, 1024: _WIDE_LOOP, 2048: _WIDE_LOOP, 4096: _LOOP, 8192: _WIDE_LOOP},
@@ -232,11 +232,12 @@ def _quantize_tile(
 @triton.jit(do_not_specialize=["num_rows", "programs", "hadamard_seed", "seed"])
 def _norm_quantize_kernel(
     x_ptr, weight_ptr, bias_ptr, values_ptr, scales_ptr, scale_ptr, amax_ptr, mean_ptr, rstd_ptr,
-    num_rows, programs, eps, hadamard_seed, seed, LOOP: tl.constexpr,
+    num_rows, programs, eps, hadamard_seed, seed, LOOP: tl.constexpr, STAGES: tl.constexpr,
     dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SCALING: tl.constexpr,
     BLOCK: tl.constexpr, RCEIL: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr, EIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS rows a program; with LOOP tiles pid, pid + programs, ..., the next one on its way while one is worked on."""
+    """A tile of ROWS rows a program; with LOOP tiles pid, pid + programs, ..., the next one on its way while one is worked on: in registers, or
+    STAGES - 1 of them in shared memory. The weight stays in registers (LOOP 1) or is read again for every tile (LOOP 2)."""
     pid = tl.program_id(0)
     lane = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
@@ -247,25 +248,35 @@ def _norm_quantize_kernel(
         scale, inverse = _fp32_scale(tl.zeros([ROWS], tl.int32) + tl.load(amax_ptr))
         tl.store(scales_ptr + lane * 0, scale, mask=lane + pid == 0)
     rows = pid.to(tl.int64) * ROWS + lane
-    x = _load(x_ptr, rows, cols, num_rows, dim, EVEN)
     largest = tl.zeros([ROWS], tl.int32)
-    if LOOP:
-        weight = weight_ptr
-        bias = bias_ptr
-        if KIND != "none":
-            weight = _columns(weight_ptr, rows, cols, dim, EVEN, tl.float32)
-        if BIAS:
-            bias = _columns(bias_ptr, rows, cols, dim, EVEN, tl.float32)
+    weight = weight_ptr
+    bias = bias_ptr
+    if LOOP == 1 and KIND != "none":
+        weight = _columns(weight_ptr, rows, cols, dim, EVEN, tl.float32)
+    if LOOP == 1 and BIAS:
+        bias = _columns(bias_ptr, rows, cols, dim, EVEN, tl.float32)
+    if STAGES > 0:
+        for tile in tl.range(pid, tl.cdiv(num_rows, ROWS), programs, num_stages=STAGES):
+            rows = tl.cast(tile, tl.int64) * ROWS + lane
+            x = _load(x_ptr, rows, cols, num_rows, dim, EVEN)
+            bits = _quantize_tile(
+                x, weight, bias, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
+                dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, EIGHTS, LOOP == 1,
+            )  # fmt: skip
+            largest = tl.maximum(largest, bits)
+    elif LOOP > 0:
+        x = _load(x_ptr, rows, cols, num_rows, dim, EVEN)
         for tile in range(pid, tl.cdiv(num_rows, ROWS), programs):
             rows = tl.cast(tile, tl.int64) * ROWS + lane
             following = _load(x_ptr, rows + tl.cast(programs, tl.int64) * ROWS, cols, num_rows, dim, False)
             bits = _quantize_tile(
                 x, weight, bias, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
-                dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, EIGHTS, True,
+                dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, EIGHTS, LOOP == 1,
             )  # fmt: skip
             largest = tl.maximum(largest, bits)
             x = following
     else:
+        x = _load(x_ptr, rows, cols, num_rows, dim, EVEN)
         largest = _quantize_tile(
             x, weight_ptr, bias_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, inverse, rows, cols, num_rows, eps, hadamard_seed, seed,
             dim, ROWS, BLOCK_D, KIND, BIAS, SCALING, BLOCK, RCEIL, HADAMARD, STOCHASTIC, EVEN, EIGHTS, False,
@@ -391,14 +402,14 @@ def _shape(dim: int, per_thread: int) -> tuple[int, int, int]:
     return max(1, warps * 32 * per_thread // block_d), block_d, warps
 
 
-def _settings(scaling: str, dim: int) -> tuple[bool, int, int, bool]:
+def _settings(scaling: str, dim: int) -> tuple[int, int, int, int, bool]:
     """The entry of SETTINGS for a scaling (or pass) and a number of columns."""
     if scaling in ("rowwise", "tensor_dynamic"):
         table = SETTINGS["row"]
     elif scaling in ("tensor_delayed", "tensor_amax"):
         table = SETTINGS["tensor"]
     else:
-        return False, ELEMENTS_PER_THREAD, 0, False
+        return 0, 0, ELEMENTS_PER_THREAD, 0, False
     return table[min(max(table), max(min(table), next_power_of_2(dim)))]
 
 
@@ -489,14 +500,14 @@ def norm_quantize(
         block = {"block128": 128, "mxfp8_1x32": 32}.get(scaling, 1)
         kinds = tuple(None if t is None else t.dtype for t in (x, weight, bias))
         for one in ("tensor_amax", scaling) if scaling == "tensor_dynamic" else (scaling,):
-            loop, per_thread, warps_per_sm, eights = _settings(one, dim)
+            loop, stages, per_thread, warps_per_sm, eights = _settings(one, dim)
             rows, block_d, warps = _shape(dim, per_thread)
             tiles = cdiv(num_rows, rows)
             programs = min(tiles, max(1, warps_per_sm // warps) * _num_sms(x.device)) if loop else tiles
             launch(
                 _norm_quantize_kernel, programs,
                 (x, weight, bias, values, scales, scale, amax, mean, rstd, num_rows, programs, eps, _32(hadamard_seed), _32(seed)),
-                (loop, dim, rows, block_d, kind, bias is not None, one, block, rceil, hadamard_seed is not None, seed is not None,
+                (loop, stages, dim, rows, block_d, kind, bias is not None, one, block, rceil, hadamard_seed is not None, seed is not None,
                  _even(x, rows, block_d), eights),
                 num_warps=warps, key=kinds,
             )  # fmt: skip

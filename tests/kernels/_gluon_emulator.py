@@ -244,6 +244,13 @@ def _copy(descriptor, place, bar, target):
     MACHINE.step()
 
 
+def _copy_back(descriptor, place, source):
+    rows, columns = descriptor.block_shape
+    row, column = (int(x) for x in place)
+    assert row + rows <= descriptor.matrix.shape[0], "rows past the end: cut off on the device, never meant here"
+    descriptor.matrix[row : row + rows, column : column + columns] = source.array
+
+
 def _mma(a, b, acc, use_acc=True, is_async=False):
     product = Product(a, b, acc, use_acc)
     return product
@@ -331,7 +338,9 @@ def _install() -> None:
     hopper.mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: "mbarrier", init=lambda bar, count: bar.barriers.init(count), wait=_wait, expect=_expect, arrive=_arrive
     )
-    hopper.tma = types.SimpleNamespace(async_copy_global_to_shared=_copy)
+    hopper.tma = types.SimpleNamespace(
+        async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=lambda pendings: MACHINE.step()
+    )
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = _mma, _mma_wait
     gluon = types.ModuleType("triton.experimental.gluon")
     gluon.jit = lambda function=None, **_: function if function is not None else lambda f: f
@@ -347,9 +356,9 @@ _install()
 
 def launch(kernel, programs: int, arguments: tuple, *, seed: int = 0, **constants) -> None:
     """Run all programs of `kernel`, one after the other."""
-    for name in ("kernels._attention_hopper", "kernels._attention_hopper_pair", "kernels._attention_hopper_items", "kernels._block_hopper"):
-        if name in sys.modules:
-            sys.modules[name].range = _tensor_range
+    for name, module in sys.modules.items():
+        if name.startswith("kernels.") and "_hopper" in name:
+            module.range = _tensor_range
     MACHINE.random.seed(seed)
     for program in range(programs):
         MACHINE.program, MACHINE.programs = program, programs

@@ -11,6 +11,7 @@ from _gluon_emulator import Descriptor, DType, Pointer
 from kernels._attention_hopper import hopper_forward_kernel
 from kernels._attention_hopper_items import hopper_items_kernel
 from kernels._attention_hopper_pair import hopper_dkdv_kernel, hopper_dq_kernel
+from kernels._attention_hopper_units import hopper_units_kernel
 from kernels._block_hopper import block_backward_kernel
 from kernels.reference import attention_reference, block_attention_reference
 
@@ -91,6 +92,20 @@ def check_forward(case, kind, causal, window, *, n, stages, consumers, tiles, se
     return out, lse
 
 
+def check_units(case, kind, *, n, stages, consumers, tiles, slots, store, seed):
+    softmax, divisor = kind == "softmax", 1.0 if kind == "softmax" else 7.0
+    truth, _ = case.reference(kind=kind, causal=False, divisor=divisor, scale=0.2)
+    out, out_pointer = result(case.q.shape)
+    _, lse_pointer = result((case.heads, case.q.shape[0]), F32)
+    arguments = (box(case.q, 64), box(case.k, n), box(case.v, n), box(torch.from_numpy(out).view(case.q.shape), 64), out_pointer, lse_pointer,
+                 *case.edges(), *case.ranked(0, consumers * 64 * tiles), case.q.shape[0], case.heads, case.group, D, D, D,
+                 0.2 * (LOG2E if softmax else 1), 1 / divisor)  # fmt: skip
+    options = {name: value for name, value in common(kind, False, 0).items() if name in ("KIND", "APPROX")}
+    options.update(N=n, D=D, STAGES=stages, SLOTS=slots, STORE=store)
+    emulator.launch(hopper_units_kernel, PROGRAMS, arguments, seed=seed, CONSUMERS=consumers, TILES=tiles, **options, **PARTITIONS)
+    compare(f"{kind} forward by units", out, truth, case.own[0])
+
+
 def check_old_forward(case, kind, causal):
     softmax, divisor = kind == "softmax", 1.0 if kind == "softmax" else 7.0
     truth, _ = case.reference(kind=kind, causal=causal, divisor=divisor, scale=0.2)
@@ -125,7 +140,7 @@ def check_backward(case, kind, causal, window, *, dq_tiles, kv_tiles, seed):
         hopper_dkdv_kernel, PROGRAMS,
         (box(case.q, n), box(case.grad, n), box(case.k, 64), box(case.v, 64), dk_p, dv_p, Pointer(lse, F32), delta, *case.edges(),
          *case.ranked(1, 128), *sizes, D, D, D, D, window, scale, 0.2 / divisor, 1 / divisor),
-        seed=seed, **common(kind, causal, window), N=n, D=D, STAGES=stages, SLOTS=slots, **PARTITIONS,
+        seed=seed, **common(kind, causal, window), N=n, D=D, STAGES=stages, SLOTS=slots, LATE=kind == "silu", **PARTITIONS,
     )  # fmt: skip
     compare(f"{kind} dK", dk, gradients[1], case.own[1])
     compare(f"{kind} dV", dv, gradients[2], case.own[1])
@@ -166,6 +181,9 @@ def main() -> int:
     check_backward(long, "silu", True, 0, dq_tiles=(128, 2, 2), kv_tiles=(128, 2, 2), seed=4)
     check_backward(ragged, "softmax", True, 100, dq_tiles=(64, 3, 1), kv_tiles=(64, 2, 1), seed=5)
     check_backward(ragged, "identity", False, 100, dq_tiles=(64, 3, 2), kv_tiles=(64, 4, 1), seed=6)
+    for n, stages, consumers, tiles, slots in ((64, 6, 3, 2, 6), (64, 3, 3, 3, 4), (128, 3, 2, 2, 3), (64, 2, 2, 4, 2)):
+        check_units(long, "softmax", n=n, stages=stages, consumers=consumers, tiles=tiles, slots=slots, store=slots > 3, seed=slots)
+        check_units(ragged, "gelu_fast", n=n, stages=stages, consumers=consumers, tiles=tiles, slots=slots, store=slots > 3, seed=slots)
     for slots in (3, 2):
         check_block([64, 0, 129, 1, 63, 300, 200, 31], slots == 2, slots, slots)
     return 0

@@ -150,6 +150,27 @@ def test_forward_by_items_that_is_not_yet_default(kind, tiles):
         assert relative_error(out, case.reference(kind)) < BF16
 
 
+@pytest.mark.parametrize("tiles", [(64, 4, 3, 2, 6, True), (64, 5, 3, 4, 4, False), (64, 4, 2, 2, 6, True), (64, 2, 2, 8, 4, False)])
+@pytest.mark.parametrize("kind", ["softmax", "gelu_fast"])
+def test_forward_by_units_that_is_not_yet_default(kind, tiles):
+    from kernels import _hopper_launch
+
+    short = [x % 257 for x in RAGGED]
+    for lengths in ((short, short), (RAGGED, short), (RAGGED, [x % 120 for x in RAGGED])):
+        case = _case(*lengths, head_dim=128, kv_heads=2)
+        out = torch.empty_like(case.q)
+        lse = torch.empty((4, case.q.shape[0] if kind == "softmax" else 0), device="cuda")
+        inputs = [x.detach() for x in (case.q, case.k, case.v)]
+        _hopper_launch.forward_units(*inputs, out, lse, (case.q_offsets, case.k_offsets), _options(kind, False, None, 128), tiles)
+        assert relative_error(out, case.reference(kind)) < BF16
+        if kind == "softmax":
+            _, expected = _attention_triton().forward(
+                *inputs, (case.q_offsets, case.k_offsets), (None,) * 4, _options(kind, False, None, 128), max_q=600, max_k=256, hopper=False
+            )
+            own = slice(int(case.q_offsets[0]), int(case.q_offsets[-1]))
+            torch.testing.assert_close(lse[:, own], expected[:, own], atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_blocks_of_64_that_are_not_yet_default(causal, head_dim):

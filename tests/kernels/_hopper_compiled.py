@@ -1,0 +1,91 @@
+"""Compile the Hopper kernels for sm_90 without a GPU and look for values that the compiler failed to carry. Exit code 1 on error.
+
+Triton 3.6's loop-aware CSE can replace a loop-carried value by the one it has before the loop. Kernels here read the next item of their
+persistent loop ahead, so such a value is a load before the loop that the loop's body uses although it has a successor.
+"""
+
+import re
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+
+class Driver:
+    """As much of a driver as compiling takes."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def is_active(self):
+        return True
+
+
+triton.runtime.driver.set_active(Driver())
+
+from kernels import _hopper_launch as launch  # noqa: E402  after the driver
+from kernels._attention_cpu import AttentionOptions  # noqa: E402
+from kernels._launch import Box  # noqa: E402
+
+compiled = []
+
+
+def compile_only(kernel, grid, *arguments, **constants) -> None:
+    """In place of `kernels._launch.run`: keeps what is compiled."""
+    arguments = [x.whole() if type(x) is Box else x for x in arguments]
+    compiled.append((kernel.fn.__name__, kernel.warmup(*arguments, grid=grid, **constants)))
+
+
+def stale_values(text: str) -> list[str]:
+    """Uses, inside persistent loops, of numbers that were loaded before the loop (except how many items there are)."""
+    found = []
+    lines = [re.sub(r" loc\(.*?\)", "", line) for line in text.splitlines()]
+    for number, line in enumerate(lines):
+        head = re.match(r"(\s*)(%[\w:]+ = )?scf\.for %\w+ = (%\w+) to (%\w+) step (%\w+)", line)
+        if not head or not any(f"{head[5]} = tt.get_num_programs" in other for other in lines[:number]):
+            continue
+        begin = max(i for i in range(number) if re.search(r"partition\d*\(|default|tt\.func", lines[i]))
+        bound = next((other for other in lines[begin:number] if f"{head[4]} = " in other), "")
+        before = set()
+        for other in lines[begin:number]:
+            target = re.match(r"\s*(%\w+) = (\S+) (.*)", other)
+            if target and (target[2] == "tt.load" or any(re.search(rf"{re.escape(v)}\b", target[3]) for v in before)):
+                before.add(target[1])
+        before -= set(re.findall(r"%\w+", bound))
+        end = next(i for i in range(number + 1, len(lines)) if lines[i].startswith(head[1] + "}"))
+        found += [f"{v} in: {body.strip()}" for body in lines[number + 1 : end] for v in before if re.search(rf"{re.escape(v)}\b(?!:)", body)]
+    return found
+
+
+def options(kind: str, causal: bool, window: int) -> AttentionOptions:
+    return AttentionOptions(kind=kind, causal=causal, window=window, scale=0.1, divisor=1.0 if kind == "softmax" else 7.0)
+
+
+def main() -> int:
+    launch.run = compile_only
+    launch.num_programs = lambda device: 132
+    launch.ranked_tiles = lambda *_: (torch.zeros(4, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    launch.longest_first = lambda *_: torch.zeros(5, dtype=torch.int32)
+    launch.zero_unowned = lambda *_: None
+    q, k, v, out, grad = (torch.zeros(640, 4, 128, dtype=torch.bfloat16) for _ in range(5))
+    edges, lse, delta = (torch.zeros(6, dtype=torch.int32),) * 2, torch.zeros(4, 640), torch.zeros(4, 640)
+    for kind, causal, window in (("softmax", True, 100), ("softmax", False, 100), ("silu", True, 0), ("gelu_fast", False, 0)):
+        chosen = options(kind, causal, window)
+        launch.forward(q, k, v, out, lse, edges, chosen, 1024)
+        launch.backward_pair(grad, q, k, v, out, lse, out, out, out, edges, chosen, 1024)
+        launch.backward(grad, q, k, v, lse, delta, out, out, out, edges, chosen, owner=kind == "silu")
+    launch.forward_units(q, k, v, out, lse, edges, options("softmax", False, 0), (64, 4, 3, 2, 6, True))
+    wrong = [f"{name}: {use}" for name, kernel in compiled for use in stale_values(kernel.asm["ttgir"])]
+    print(f"{len(compiled)} kernels", *wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
