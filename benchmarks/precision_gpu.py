@@ -219,8 +219,8 @@ class Step:
 
 
 class Prepared:
-    """A source whose batches of a plan's first `steps` steps are built beforehand. In place of the very first one stands the largest of the run:
-    the peak is then that of the run that is predicted, and it falls into the warm-up."""
+    """A source whose batches of a plan's first `steps` steps are built beforehand. In place of the last one of the warm-up, when all state is there,
+    stands the largest of the run: the peak is then that of the run that is predicted."""
 
     built = True
 
@@ -231,8 +231,10 @@ class Prepared:
         run = [samples for step in range(loader.num_steps) for samples in loader.microbatch_samples(step)]
         largest = max(run, key=lambda samples: sum(lengths.sum() for lengths in source.lengths(samples).values()))
         numbers = run[:steps * plan.accumulation]
+        dealt = list(numbers)
+        dealt[min(WARMUP_STEPS, steps) * plan.accumulation - 1] = largest
         with ThreadPoolExecutor(THREADS) as pool:
-            built = list(pool.map(source.build, [largest, *numbers[1:]]))
+            built = list(pool.map(source.build, dealt))
         if torch.cuda.is_available():
             built = [batch.pin() for batch in built]
         self._made = {samples.tobytes(): batch for samples, batch in zip(numbers, built, strict=True)}

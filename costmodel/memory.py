@@ -83,8 +83,8 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMemory:
-    """One block under its option: bytes kept until backward, the same with nothing dropped, workspace of its backward, unsharded parameters,
-    sharded parameters (fp32 masters)."""
+    """One block under its option: bytes kept until backward, the same with what its backward has again of what was dropped, workspace of its
+    backward, unsharded parameters, sharded parameters (fp32 masters)."""
 
     region: str
     saved: float
@@ -99,7 +99,8 @@ def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoi
     """What one block of `region` takes under (precision, checkpoint)."""
     block = region.block
     low = dtype_bytes(activation_dtype(precision))
-    saved, whole = block.saved_bytes(batch, precision, checkpoint), block.saved_bytes(batch, precision, "none")
+    saved = block.saved_bytes(batch, precision, checkpoint)
+    whole = saved + block.restored_bytes(batch, precision, checkpoint)
     workspace = block.workspace_bytes(batch, precision)
     unsharded = low * block.num_parameters if fsdp > 1 or precision != "fp32" else 0.0
     ratio = calibration.constants.get(f"workspace/{block_key(block.kind, precision, checkpoint)}") if calibration is not None else None
@@ -111,8 +112,7 @@ def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoi
 
 def backward_bytes(block: Block, batch: BatchShape, precision: str, checkpoint: str) -> float:
     """By the formula: bytes of activations that a block's backward has beside those that its forward saved."""
-    whole = block.saved_bytes(batch, precision, "none")
-    return max(0.0, whole - block.saved_bytes(batch, precision, checkpoint)) + block.workspace_bytes(batch, precision)
+    return block.restored_bytes(batch, precision, checkpoint) + block.workspace_bytes(batch, precision)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -44,6 +44,11 @@ def gelu_gradient(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
     return torch.ops.planner_kernels.gelu_gradient(values, scales, grad)
 
 
+def gelu_again(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
+    """GELU of the restored rows in the dtype of `grad (T, D)`, contiguous, which becomes `gelu_gradient` in place."""
+    return torch.ops.planner_kernels.gelu_again(values, scales, grad)
+
+
 def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, keep: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(LayerNorm of `x (T, D)` in its dtype, e4m3 rows of x, their scales `(T, 1)`, mean and 1 / sigma of its rows `(T,)` fp32), in one pass.
     Without `keep` rows and scales are empty."""
@@ -88,6 +93,11 @@ def _gelu_gradient_cpu(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
     x = _fp8.from_e4m3(values) * scales
     below = 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
     return (grad.float() * (below + x * torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi)))).to(grad.dtype)
+
+
+def _gelu_again_cpu(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
+    grad.copy_(_gelu_gradient_cpu(values, scales, grad))
+    return _gelu_restore_cpu(values, scales, grad.dtype)
 
 
 def _norm_rows_cpu(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -162,6 +172,7 @@ _LIBRARY.define("restore_rows(Tensor values, Tensor scales, ScalarType dtype) ->
 _LIBRARY.define("gelu_rows(Tensor x) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define("gelu_restore(Tensor values, Tensor scales, ScalarType dtype) -> Tensor")
 _LIBRARY.define("gelu_gradient(Tensor values, Tensor scales, Tensor grad) -> Tensor")
+_LIBRARY.define("gelu_again(Tensor values, Tensor scales, Tensor(a!) grad) -> Tensor")
 _LIBRARY.define("norm_rows(Tensor x, Tensor weight, Tensor bias, float eps, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define("norm_restore(Tensor values, Tensor scales, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, ScalarType dtype) -> Tensor")
 _LIBRARY.define("norm_gradient(Tensor values, Tensor scales, Tensor grad, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
@@ -172,6 +183,7 @@ for _name, _cpu, _fake in (
         ("gelu_rows", _gelu_rows_cpu, _gelu_rows_fake),
         ("gelu_restore", _gelu_restore_cpu, lambda values, scales, dtype: values.new_empty(values.shape, dtype=dtype)),
         ("gelu_gradient", _gelu_gradient_cpu, lambda values, scales, grad: torch.empty_like(grad)),
+        ("gelu_again", _gelu_again_cpu, lambda values, scales, grad: torch.empty_like(grad)),
         ("norm_rows", _norm_rows_cpu, _norm_rows_fake),
         ("norm_restore", _norm_restore_cpu, lambda values, scales, weight, bias, mean, rstd, dtype: values.new_empty(values.shape, dtype=dtype)),
         ("norm_gradient", _norm_gradient_cpu, lambda values, scales, grad, weight, mean, rstd: (

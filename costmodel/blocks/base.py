@@ -278,6 +278,15 @@ class Block(abc.ABC):
                 total += tensor.elements * each
         return total
 
+    def restored_bytes(self, batch: BatchShape, precision: str, policy: str) -> float:
+        """Bytes that backward of one block has again beside what `policy` kept: all that a recomputation drops; of quantised tensors, which are
+        restored one by one, the largest."""
+        if policy not in QUANTIZED:
+            return max(0.0, self.saved_bytes(batch, precision, "none") - self.saved_bytes(batch, precision, policy))
+        each = dtype_bytes(activation_dtype(precision))
+        return max((each * t.elements for t in self.saved_tensors(batch) if t.level in _KEPT[policy] and t.bytes_each is None and np.any(t.rows)
+                    and (policy == "quantized4" or t.in_8_bits != "wide")), default=0.0)
+
 
 class LayerBlock(Block):
     """A block that a LayerGroup describes. `uses` and `needs`: LayerGroup fields read, and those that must be set; `options`: the keys of its

@@ -22,7 +22,7 @@ from costmodel.blocks.base import (
     parameter,
 )  # fmt: skip
 from costmodel.model import LayerGroup
-from costmodel.ops import Op, activation, attention, bmm, elementwise, layer_norm, linear
+from costmodel.ops import Op, activation, attention, bmm, dtype_bytes, elementwise, layer_norm, linear
 
 
 class InteractionBlock(LayerBlock):
@@ -184,6 +184,10 @@ class InterFormer(InteractionBlock):
             linear(rows * recent, dim, d, precision), elementwise("cat", rows, (read + recent) * d, low),
             *self._gate(rows * (read + recent), precision), elementwise("cat", rows, self.num_outputs * d, low),
         )
+
+    def workspace_bytes(self, batch: BatchShape, precision: str) -> float:
+        """Gradients of the summary's keys and values, apart and side by side: backward begins there, when nothing of the block is freed yet."""
+        return 2 * dtype_bytes(activation_dtype(precision)) * self.shape(batch).tokens * 2 * self.width
 
     def _gate(self, rows: float, precision: str) -> tuple[Op, ...]:
         d, low = self.feature_dim, activation_dtype(precision)

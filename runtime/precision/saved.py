@@ -20,11 +20,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kernels.factor import factor_rows
 from kernels.gate import gated_concat
 from kernels.norm_quant import Quantized
-from kernels.saved import from_mx4, gelu_gradient, gelu_restore, gelu_rows, norm_gradient, norm_restore, norm_rows, restore_rows, to_mx4
+from kernels.saved import (
+    from_mx4,
+    gelu_again,
+    gelu_gradient,
+    gelu_restore,
+    gelu_rows,
+    norm_gradient,
+    norm_restore,
+    norm_rows,
+    restore_rows,
+    to_mx4,
+)
 from runtime.model.hstu import HSTU
 from runtime.model.norm import LayerNorm
 from runtime.model.self_attention import TransformerBlock
@@ -55,12 +67,31 @@ class _Gelu8(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out, values, scales = gelu_rows(x)
         ctx.mark_non_differentiable(values, scales)
+        ctx.set_materialize_grads(False)  # those of the rows would be written for nothing
         ctx.rows = values, scales  # not by save_for_backward: hooks would be asked for them
         return out, values, scales
 
     @staticmethod
     def backward(ctx, grad: Tensor, _values: None, _scales: None) -> Tensor:
         return gelu_gradient(*ctx.rows, grad)
+
+
+class _GeluLinear8(torch.autograd.Function):
+    """`F.linear(GELU(x), weight, bias)` of `x (T, D)`, which is kept as e4m3 rows: in backward one pass gives GELU's output again and its
+    gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out, *ctx.rows = gelu_rows(x)
+        ctx.save_for_backward(weight)
+        ctx.has_bias = bias is not None
+        return F.linear(out, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        dx = grad @ ctx.saved_tensors[0]
+        out = gelu_again(*ctx.rows, dx)  # dx is GELU's from here on
+        return dx, grad.t() @ out, grad.sum(0) if ctx.has_bias else None
 
 
 @dataclasses.dataclass(slots=True)
@@ -224,17 +255,28 @@ def quantize_saved(block: nn.Module, policy: str, dtype: torch.dtype) -> None:
     block.forward = forward
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _gelu_linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return _GeluLinear8.apply(x, module.weight, module.bias)
+
+
 def _compute_again(block: nn.Module) -> None:
     inner: Callable[..., Any] = block.forward
     parts = list(block.modules())
     norms = [part for part in parts if isinstance(part, LayerNorm)]
-    gelus = [part.gelu for part in parts if isinstance(part, TransformerBlock) and part.has_mlp]
+    gelus = [part for part in parts if isinstance(part, TransformerBlock) and part.has_mlp]
     gates = [part for part in parts if isinstance(part, HSTU)]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hooks = _Recomputing()
-        for gelu in gelus:
-            gelu.forward = hooks.gelu
+        for part in gelus:
+            if type(part.down) is nn.Linear:
+                part.gelu.forward, part.down.forward = _itself, functools.partial(_gelu_linear, part.down)
+            else:
+                part.gelu.forward = hooks.gelu
         for norm in norms:
             norm.forward = functools.partial(hooks.norm, norm)
         for gate in gates:

@@ -63,6 +63,10 @@ def agree_saved(device, dtypes=(torch.bfloat16, torch.float32), shapes=SHAPES):
             for name, last in (("gelu_restore", dtype), ("gelu_gradient", grad)):
                 expected = getattr(OPS, name)(*want[1:], last)
                 torch.testing.assert_close(getattr(triton_side, name)(*got[1:], to(device, last)).cpu(), expected, **close)
+            once, twice = grad.clone(), to(device, grad).clone()
+            outs = OPS.gelu_again(*want[1:], once), triton_side.gelu_again(*got[1:], twice)
+            for a, b in zip((outs[0], once), (outs[1], twice), strict=True):
+                torch.testing.assert_close(b.cpu(), a, **close)
             weight, bias = torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)
             for keep in (True, False):
                 want = OPS.norm_rows(calm, weight, bias, 1e-5, keep)
