@@ -6,12 +6,14 @@ shared memory, so that both the read and the write are whole lines.
 """
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._launch import launch
+from kernels._launch import cdiv, launch, next_power_of_2
 from kernels._norm_triton import (
     ELEMENTS_PER_THREAD,
     _even,
@@ -26,20 +28,23 @@ from kernels._norm_triton import (
 )
 from kernels.factor import padded
 
-# Of the persistent grid. Tiles of four warps or more, for each program leaves a partial row: [Measured H200, 16,384 x 1024, rows and sums] 33 us with
-# one warp and 2,112 partial rows, where 14 us are the rows alone.
-PERSISTENT_ELEMENTS_PER_THREAD, PERSISTENT_WARPS = 32, 4
-WARPS_PER_SM = {1: 16, 2: 12}  # by how many of maxima and sums are held: 96 to 127, and 156 registers a thread
+# Of the persistent grid, by columns: elements a thread, warps a program, warps a multiprocessor, and whether the next tile is loaded ahead. Tiles of
+# several warps put some of them beside one another on a row, whose maximum then crosses warps by barriers at every tile; one warp leaves more partial
+# rows. [Measured H200, 16,384 rows, sums] four warps, not ahead and ahead: 1024 28.2 and 28.0 us, 2048 36.9 and 32.7, 4096 64.8 and 58.1 (eight:
+# 55.9); rows alone 14 us at 1024. With maxima loading ahead costs registers: 38.1 and 43.6 us at 1024.
+SUMS = {1024: (64, 1, 8, True), 2048: (32, 4, 16, True), 4096: (32, 8, 16, True)}
+MAXIMA = (32, 4, 12, False)
+FINISH_ROWS, FINISH_COLUMNS, FINISH_WARPS = 512, 8, 8
 TURNED_ROWS, TURNED_COLUMNS = 128, 64
 # A matrix of so many rows is quantised along its columns in one kernel that holds whole columns: (rows at most, columns, warps).
-WHOLE_COLUMNS = ((1024, 32, 8), (2048, 16, 8), (4096, 8, 8))
+WHOLE_COLUMNS = ((1024, 8, 4), (2048, 8, 8), (4096, 8, 8))
 
 
 @triton.jit(do_not_specialize=["num_rows", "programs"])
 def _rows_kernel(
     x_ptr, values_ptr, scales_ptr, amax_ptr, sums_ptr, num_rows, programs,
     dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCALING: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Rows of tiles pid, pid + programs, ... by row scales, by the tensor's given one or not quantised at all; maxima (as bits) and sums of their
     columns as one partial row each."""
@@ -47,9 +52,17 @@ def _rows_kernel(
     cols = tl.arange(0, BLOCK_D)
     largest = tl.zeros([ROWS, BLOCK_D], tl.int32)
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for tile in range(pid, tl.cdiv(num_rows, ROWS), programs):
+    tiles = tl.cdiv(num_rows, ROWS)
+    if AHEAD:
+        following = _load(x_ptr, tl.cast(pid, tl.int64) * ROWS + tl.arange(0, ROWS), cols, num_rows, dim, EVEN)
+    for tile in range(pid, tiles, programs):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32)
+        if AHEAD:
+            x = following.to(tl.float32)
+            ahead = tl.cast(tl.minimum(tile + programs, tiles - 1), tl.int64) * ROWS + tl.arange(0, ROWS)
+            following = _load(x_ptr, ahead, cols, num_rows, dim, EVEN)
+        else:
+            x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32)
         bits = _magnitude_bits(x)
         if SCALING == "rowwise":
             scale, inverse = _fp32_scale(tl.max(bits, axis=1))
@@ -155,22 +168,29 @@ def _tensor_scale(x: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
     """(scale of the tensor, sums of its columns where asked for)."""
     amax, total = _rows(x, None, None, "none", True, sums)
     scale = torch.empty((), dtype=torch.float32, device=x.device)
-    launch(_tensor_scale_kernel, 1, (amax, scale, x.shape[1]), (min(4096, triton.next_power_of_2(x.shape[1])),), num_warps=8, key=x.shape[1])
+    launch(_tensor_scale_kernel, 1, (amax, scale, x.shape[1]), (min(4096, next_power_of_2(x.shape[1])),), num_warps=8, key=x.shape[1])
     return scale, total
+
+
+@functools.lru_cache(maxsize=1024)
+def _persistent(dim: int, columns: bool) -> tuple[int, int, int, int, bool]:
+    """Rows and columns of a tile, warps, programs a multiprocessor, whether to load ahead."""
+    per_thread, warps, per_sm, ahead = MAXIMA if columns else SUMS[min(4096, max(1024, next_power_of_2(dim)))]
+    _, block_d, least = _shape(dim, per_thread)
+    warps = max(warps, least)
+    return max(1, warps * 32 * per_thread // block_d), block_d, warps, max(1, per_sm // warps), ahead
 
 
 def _rows(x: Tensor, values: Tensor | None, scales: Tensor | None, scaling: str, columns: bool, sums: bool) -> tuple[Tensor, Tensor]:
     """Fills values, and scales by rows, unless scaling is `none`; (maxima, sums) of the columns where asked for."""
     num_rows, dim = x.shape
-    held = columns + sums
+    held, ahead = columns or sums, False
     if not held:
         rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)
-        programs = -(-num_rows // rows)
+        programs = cdiv(num_rows, rows)
     else:
-        _, block_d, warps = _shape(dim, PERSISTENT_ELEMENTS_PER_THREAD)
-        warps = max(warps, PERSISTENT_WARPS)
-        rows = max(1, warps * 32 * PERSISTENT_ELEMENTS_PER_THREAD // block_d)
-        programs = min(max(1, WARPS_PER_SM[held] // warps) * _num_sms(x.device), max(1, -(-num_rows // rows)))
+        rows, block_d, warps, each, ahead = _persistent(dim, columns)
+        programs, ahead = min(each * _num_sms(x.device), max(1, cdiv(num_rows, rows))), ahead and num_rows > 0
     fp32 = dict(dtype=torch.float32, device=x.device)
     amax = torch.empty(dim if columns else 0, **fp32)
     total = torch.empty(dim if sums else 0, **fp32) if held else amax
@@ -178,10 +198,10 @@ def _rows(x: Tensor, values: Tensor | None, scales: Tensor | None, scaling: str,
     partial_sums = torch.empty((programs, dim), **fp32) if sums else total
     if programs:
         launch(_rows_kernel, programs, (x, values, scales, partial_amax, partial_sums, num_rows, programs),
-               (dim, rows, block_d, scaling, columns, sums, _even(x, rows, block_d)), num_warps=warps, key=x.dtype)
+               (dim, rows, block_d, scaling, columns, sums, _even(x, rows, block_d), ahead), num_warps=warps, key=x.dtype)
     if held:
-        launch(_finish_kernel, -(-dim // 16), (partial_amax, partial_sums, amax, total, programs, dim), (128, 16, columns, sums), num_warps=4,
-               key=dim)
+        launch(_finish_kernel, cdiv(dim, FINISH_COLUMNS), (partial_amax, partial_sums, amax, total, programs, dim),
+               (FINISH_ROWS, FINISH_COLUMNS, columns, sums), num_warps=FINISH_WARPS, key=dim)
     return amax, total
 
 
@@ -193,14 +213,14 @@ def factor_columns(x: Tensor, scaling: str, rest: Tensor | None) -> tuple[Tensor
     if scaling == "rowwise" and rest is None and length <= WHOLE_COLUMNS[-1][0]:
         scales = torch.empty((dim, 1), dtype=torch.float32, device=x.device)
         most, cols, warps = next(shape for shape in WHOLE_COLUMNS if length <= shape[0])
-        launch(_whole_columns_kernel, triton.cdiv(dim, cols), (x, values, scales, num_rows, length), (dim, most, cols), num_warps=warps, key=x.dtype)
+        launch(_whole_columns_kernel, cdiv(dim, cols), (x, values, scales, num_rows, length), (dim, most, cols), num_warps=warps, key=x.dtype)
         return values, scales
     if rest is None and scaling != "block128":
         rest = _tensor_scale(x, False)[0] if scaling == "tensor_delayed" else _rows(x, None, None, "none", True, False)[0]
     shape = {"rowwise": (dim, 1), "tensor_delayed": (0,), "block128": (length // 128, dim)}[scaling]
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(length, TURNED_ROWS)
-    launch(_columns_kernel, tiles * triton.cdiv(dim, TURNED_COLUMNS), (x, rest, values, scales, num_rows, length, tiles),
+    tiles = cdiv(length, TURNED_ROWS)
+    launch(_columns_kernel, tiles * cdiv(dim, TURNED_COLUMNS), (x, rest, values, scales, num_rows, length, tiles),
            (dim, scaling, TURNED_ROWS, TURNED_COLUMNS), num_warps=4, key=(x.dtype, rest is None))
     if scaling == "tensor_delayed":
         assert rest is not None

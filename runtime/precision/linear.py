@@ -93,7 +93,8 @@ def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | No
     """Accumulated by the tensor cores alone: promoting sums to fp32 now and then costs a fifth of the rate, and what it adds is far below what three
     mantissa bits lose (docs/results/precision-h200.md). Blocks are promoted anyway."""
     values, scales_a, scales_b, blocks = a.values, a.scales, b.scales, a.scaling == "block128"
-    missing = -len(values) % 16 if blocks or len(values) < FEW_ROWS else 0
+    num_rows = values.shape[0]
+    missing = -num_rows % 16 if blocks or num_rows < FEW_ROWS else 0
     if missing:
         values = torch.nn.functional.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
         scales_a = torch.nn.functional.pad(scales_a, (0, 0, 0, missing)) if scales_a.dim() else scales_a
@@ -104,7 +105,7 @@ def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | No
     out = torch._scaled_mm(values, b.values.t(), scale_a=scales_a, scale_b=scales_b.t() if scales_b.dim() else scales_b, bias=added,
                            out_dtype=out_dtype, use_fast_accum=not blocks)
     if missing or out_dtype != dtype:
-        out = out[:len(a.values)].to(dtype)
+        out = out[:num_rows].to(dtype)
     return out if bias is None or added is not None else out + bias
 
 
