@@ -106,9 +106,14 @@ def eager_seconds(run: Callable[[], object], device: torch.device, *, repeats: i
 
 
 def training(module: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], tuple]:
-    """Forward and backward of `module`, gradients of input and parameters."""
+    """Forward and backward of `module`, gradients of input and parameters; backward in the calling thread, as the trainer has it."""
     inputs = [x, *module.parameters()]
-    return lambda: torch.autograd.grad(module(x), inputs, grad)
+
+    def run() -> tuple:
+        with torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(module(x), inputs, grad)
+
+    return run
 
 
 # --- layers ---

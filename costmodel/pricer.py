@@ -11,7 +11,7 @@ import numpy as np
 
 from costmodel import compute
 from costmodel.blocks import BatchShape, Block
-from costmodel.blocks.base import MATRIX_OPS
+from costmodel.blocks.base import MATRIX_OPS, QUANTIZED
 from costmodel.blocks.measured import block_features
 from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTime
 from costmodel.gpu import block_key, timed_ops
@@ -164,7 +164,9 @@ class Pricer:
             again = block.recomputed(batch, precision, policy)
             cost = self._under_policy(block, batch, precision, policy, again)
             if cost is None:
-                cost = self._corrected(block, batch, self.ops(again, FORWARD), FORWARD, precision) if again else NO_COST
+                cost = self.ops(again, FORWARD) if again else NO_COST
+                if again and policy not in QUANTIZED:  # whose passes are no part of the forward that was timed
+                    cost = self._corrected(block, batch, cost, FORWARD, precision)
             seen = self.host.policy(block, batch, precision, policy)
             self._blocks[key] = cost if seen is None or not again else dataclasses.replace(cost, host_seconds=self._mode * max(sum(seen), 0.0))
         return self._blocks[key]
