@@ -109,8 +109,10 @@ def _steady(plan: Plan, calibration: Calibration | None, lowered: Lowered, devic
     host = pricer(plan, calibration).host
     micro, rest = host.get("input") or 0.0, host.get("other") or 0.0
     found = launches(lowered.graph)
-    found = {**found, "input": found["input"] + micro * plan.accumulation, "other": found["other"] + rest}
-    return Steady(device=device, launches=found, load=lowered.load, pieces=pieces(lowered.graph, early=lowered.early, micro=micro, rest=rest))
+    added, adding = lowered.accumulated
+    found = {**found, "input": found["input"] + micro * plan.accumulation, "backward": found["backward"] + adding, "other": found["other"] + rest}
+    return Steady(device=device + added, launches=found, load=lowered.load,
+                  pieces=pieces(lowered.graph, early=lowered.early, accumulated=lowered.accumulated, micro=micro, rest=rest))
 
 
 def _phase_seconds(lowered: Lowered, timeline: Timeline | None, seconds: float) -> dict[str, float]:

@@ -111,9 +111,11 @@ def without_launches(graph: StepGraph) -> StepGraph:
     return StepGraph(tasks=tuple(dataclasses.replace(task, host_seconds=0.0) for task in graph.tasks))
 
 
-def pieces(graph: StepGraph, *, early: float = 0.0, micro: float = 0.0, rest: float = 0.0) -> tuple[Piece, ...]:
+def pieces(graph: StepGraph, *, early: float = 0.0, accumulated: tuple[float, float] = (0.0, 0.0), micro: float = 0.0,
+           rest: float = 0.0) -> tuple[Piece, ...]:
     """The compute tasks of a graph in order, copies with what waits for them; empty where anything crosses a link. early: launches of recomputation
-    that forward makes; micro, rest: host seconds of taking a micro-batch, and of a step's end."""
+    that forward makes; accumulated: (device, host) seconds of adding gradients up, in the last backward; micro, rest: host seconds of taking a
+    micro-batch, and of a step's end."""
     if any(task.stream.startswith("tier:") for task in graph.tasks):
         return ()
     own = [task for task in graph.tasks if task.stream == COMPUTE]
@@ -129,6 +131,9 @@ def pieces(graph: StepGraph, *, early: float = 0.0, micro: float = 0.0, rest: fl
             launch *= 1.0 - early / again
         found.append(Piece(task.phase, launch + (micro if task.phase == "input" else rest if task.phase == "other" else 0.0),
                            task.seconds + sum(graph.tasks[i].seconds for i in task.deps if graph.tasks[i].kind == "copy")))
+    last = max((i for i, piece in enumerate(found) if piece.phase == BACKWARD), default=None)
+    if last is not None and any(accumulated):
+        found.insert(last + 1, Piece(BACKWARD, accumulated[1], accumulated[0]))
     return tuple(found)
 
 

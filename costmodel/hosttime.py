@@ -9,6 +9,7 @@ What the interpreter spends on a block hardly depends on how much the block comp
     forward:loss, backward:loss             a micro-batch beside its regions
     forward:product, backward:product       a matrix product whose number of rows differs from step to step, as where histories differ in length:
                                             the library chooses its kernel anew
+    accumulate                              a parameter tensor whose gradient is added to the last micro-batch's
     lookup, update                          one table group: every micro-batch, every step
     optimizer, tensor                       a step, and each parameter tensor
     input, other                            a micro-batch taken, a step's rest

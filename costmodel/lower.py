@@ -30,7 +30,7 @@ from costmodel.blocks import BatchShape, Block, JaggedShape, activation_dtype
 from costmodel.calibration import MINIMUM_WIDTH, Calibration
 from costmodel.comms import CollectiveCost, GroupShape, Network, layout_groups, network
 from costmodel.model import DTYPE_BYTES, Model
-from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
+from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, elementwise, op
 from costmodel.plan import Plan
 from costmodel.pricer import MAX_BATCHES, NO_COST, Cost, Pricer, pricer, summed
 from costmodel.quantity import Source, worst
@@ -53,7 +53,8 @@ class Lowered:
     """A step graph with what an estimate needs beside it.
 
     parts: (phase, curve, source, seconds, spread) by phase, curve and source: seconds in all and the 90 % error of that sum [s]; load: seconds of the
-    loader's thread on a GPU; early: host seconds that checkpoint policies add in forward; model_flops: of one rank and step, by convention at true
+    loader's thread on a GPU; early: host seconds that checkpoint policies add in forward; accumulated: (device, host) seconds of adding
+    gradients to those of earlier micro-batches, which no task has; model_flops: of one rank and step, by convention at true
     average lengths; compute_bound: seconds of ops whose roof is compute, not bandwidth; waiting: what of the compute tasks' seconds ranks wait for
     slower ones, over the rest of them.
     """
@@ -68,6 +69,7 @@ class Lowered:
     notes: tuple[str, ...]
     load: float = 0.0
     early: float = 0.0
+    accumulated: tuple[float, float] = (0.0, 0.0)
 
 
 _batches: dict[tuple[object, ...], tuple[object, object, BatchShape]] = {}
@@ -473,6 +475,16 @@ class _Builder:
             return
         self.collective("tables average", "all_reduce", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True, share=1.0 / layout.sync_every)
 
+    @property
+    def accumulated(self) -> tuple[float, float]:
+        """(device, host) seconds of adding gradients up, where no FSDP unit does."""
+        times = self.plan.accumulation - 1
+        if not self.gpu or self.wrapped or not times:
+            return 0.0, 0.0
+        blocks = [u.region.block for u in self.units]
+        added = self.pricer.ops([elementwise("add", sum(b.num_parameters for b in blocks) / 1024, 1024)], FORWARD)
+        return times * added.seconds, times * sum(b.num_tensors for b in blocks) * (self.pricer.host.get("accumulate") or 0.0)
+
     def optimizer(self, reductions: Sequence[int | None]) -> None:
         parameters = sum(u.region.block.sharded_elements(self.plan.layout.fsdp) for u in self.units)
         tensors = sum(u.region.block.num_tensors for u in self.units)
@@ -529,7 +541,8 @@ def lower(plan: Plan, calibration: Calibration | None, *, factors: Mapping[str, 
     builder.step()
     return Lowered(graph=StepGraph(tasks=tuple(builder.tasks)), parts=_merged(builder.parts), model_flops=model_flops(plan),
                    compute_bound=builder.compute_bound, batch=batch, loads=loads, load=builder.load,
-                   waiting=shared.waiting, notes=_notes(plan, builder), early=builder.early)
+                   waiting=shared.waiting, notes=_notes(plan, builder), early=builder.early,
+                   accumulated=builder.accumulated)
 
 
 def _merged(parts: list[tuple[str, str, Source, float, float]]) -> tuple[tuple[str, str, Source, float, float], ...]:

@@ -17,6 +17,7 @@ import torch
 
 from costmodel.hosttime import PASSES, layer_name, products
 from costmodel.lower import batch_shape
+from costmodel.ops import BACKWARD
 from costmodel.plan import Plan, RegionOption, RegionPlan
 from costmodel.regions import regions
 from costmodel.samples import Sample
@@ -27,8 +28,6 @@ from runtime.trainer import WARMUP_STEPS
 
 # Steps that are timed; histories, events of a history and rows of a table; layers of the runs that tell a layer from the rest.
 STEPS, SAMPLES, LENGTH, ROWS, FEW, MANY, SOME = 10, 4, 264, 1000, 1, 4, 3
-# How far a run's phase may be off before it is said.
-SAID = 0.08
 # Of the runs' rests that is taken: in some the report waits for the device.
 REST_QUANTILE = 0.25
 
@@ -95,7 +94,8 @@ def solved(runs: Sequence[Spent], report: Report = lambda _: None) -> dict[str, 
     found = {}
     for phase in PASSES:
         rows = [({f"{phase}:{name}": r.micro * count for name, count in r.parts.items()}
-                 | {f"{phase}:loss": r.micro, f"{phase}:product": r.micro * r.products[phase]}, r.phases[phase]) for r in runs]
+                 | {f"{phase}:loss": r.micro, f"{phase}:product": r.micro * r.products[phase]}
+                 | ({"accumulate": (r.micro - 1) * r.tensors} if phase == BACKWARD else {}), r.phases[phase]) for r in runs]
         found |= _least(rows, phase, report)
     found |= _least([({"lookup": r.micro * r.groups, "update": r.groups}, r.phases["sparse"]) for r in runs], "sparse", report)
     found |= _least([({"optimizer": 1, "tensor": r.tensors}, r.phases["optimizer"]) for r in runs], "optimizer", report)

@@ -205,6 +205,8 @@ def host_calibrated(plan: Plan) -> Calibration:
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_the_host_s_time_is_the_sum_of_the_parts_that_a_trainer_showed(policy):
     plan = one_gpu(local_batch=4, accumulation=2)
+    added = lower(plan, host_calibrated(plan)).accumulated[0]
+    assert added > 12.0 * sum(r.num_parameters for r in regions(plan.model)) / H200.memory_bandwidth
     plan = dataclasses.replace(plan, regions=tuple(dataclasses.replace(r, options=tuple(dataclasses.replace(
         o, checkpoint=policy if r.region == "history.0" else "none") for o in r.options)) for r in plan.regions))  # fmt: skip
     known = host_calibrated(plan)
@@ -216,7 +218,7 @@ def test_the_host_s_time_is_the_sum_of_the_parts_that_a_trainer_showed(policy):
     made = estimate(plan, known)
     assert made.maker == "host" and made.step_time.value == pytest.approx(sum(expected.values()))
     for name, seconds in expected.items():
-        assert made.phases[name].value == pytest.approx(seconds, rel=0.05, abs=1.5e-4), name
+        assert made.phases[name].value == pytest.approx(seconds, rel=0.05, abs=1.5e-4 + 2.5 * added), name  # the device is behind by what it adds
     assert sum(launches(lower(plan, known).graph).values()) == pytest.approx(sum(expected.values()) - 4e-3 - 1e-4)
     compiled = estimate(dataclasses.replace(plan, execution="compile"), known)
     assert compiled.step_time.value < made.step_time.value
