@@ -40,17 +40,23 @@ def _restore_rows_kernel(values_ptr, scales_ptr, out_ptr, num_rows, dim: tl.cons
     _store(out_ptr, (values.to(tl.float32) * scales[:, None]).to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
 
 
+@triton.jit
+def _keep(x, values_ptr, scales_ptr, rows, cols, num_rows, dim, EVEN: tl.constexpr):
+    """e4m3 rows of `x` and their scales."""
+    scale, inverse = _fp32_scale(tl.max(_magnitude_bits(x), axis=1))
+    tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
+    _store(values_ptr, _to_e4m3(x * inverse[:, None], rows, cols, 0, False), rows, cols, num_rows, dim, EVEN)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_rows_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, values_ptr, scales_ptr, mean_ptr, rstd_ptr, num_rows, eps, dim: tl.constexpr,
                       ROWS: tl.constexpr, BLOCK_D: tl.constexpr, KEEP: tl.constexpr, EVEN: tl.constexpr):
-    """LayerNorm of rows, which are quantised on the way if KEEP."""
+    """LayerNorm of rows. KEEP: `input` or `output`, as it is rounded, is quantised on the way, or `nothing`."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
     x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32)
-    if KEEP:
-        scale, inverse = _fp32_scale(tl.max(_magnitude_bits(x), axis=1))
-        tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
-        _store(values_ptr, _to_e4m3(x * inverse[:, None], rows, cols, 0, False), rows, cols, num_rows, dim, EVEN)
+    if KEEP == "input":
+        _keep(x, values_ptr, scales_ptr, rows, cols, num_rows, dim, EVEN)
     mean = tl.sum(x, axis=1) / dim
     x -= mean[:, None]
     if not EVEN:
@@ -59,7 +65,10 @@ def _norm_rows_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, values_ptr, scales_p
     tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
     tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
     y = x * _columns(weight_ptr, rows, cols, dim, EVEN, tl.float32) * rstd[:, None] + _columns(bias_ptr, rows, cols, dim, EVEN, tl.float32)
-    _store(out_ptr, y.to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
+    out = y.to(out_ptr.dtype.element_ty)
+    _store(out_ptr, out, rows, cols, num_rows, dim, EVEN)
+    if KEEP == "output":
+        _keep(out.to(tl.float32), values_ptr, scales_ptr, rows, cols, num_rows, dim, EVEN)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -85,15 +94,14 @@ def _below(x):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gelu_rows_kernel(x_ptr, out_ptr, values_ptr, scales_ptr, num_rows, dim: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-                      EVEN: tl.constexpr):
+                      OF_OUTPUT: tl.constexpr, EVEN: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
     x = _load(x_ptr, rows, cols, num_rows, dim, EVEN).to(tl.float32)
-    scale, inverse = _fp32_scale(tl.max(_magnitude_bits(x), axis=1))
-    tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
-    _store(values_ptr, _to_e4m3(x * inverse[:, None], rows, cols, 0, False), rows, cols, num_rows, dim, EVEN)
     below, _ = _below(x)
-    _store(out_ptr, (x * below).to(out_ptr.dtype.element_ty), rows, cols, num_rows, dim, EVEN)
+    out = (x * below).to(out_ptr.dtype.element_ty)
+    _store(out_ptr, out, rows, cols, num_rows, dim, EVEN)
+    _keep(out.to(tl.float32) if OF_OUTPUT else x, values_ptr, scales_ptr, rows, cols, num_rows, dim, EVEN)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -158,14 +166,15 @@ def restore_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def gelu_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gelu_rows(x: Tensor, of_output: bool) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     num_rows, dim = x.shape
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     out, scales = torch.empty_like(x), torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
     rows, block_d, warps = _shape(dim, GELU_ELEMENTS_PER_THREAD)
     if num_rows:
-        launch(_gelu_rows_kernel, cdiv(num_rows, rows), (x, out, values, scales, num_rows), (dim, rows, block_d, _even(x, rows, block_d)),
+        launch(_gelu_rows_kernel, cdiv(num_rows, rows), (x, out, values, scales, num_rows),
+               (dim, rows, block_d, of_output, _even(x, rows, block_d)),
                num_warps=warps, key=x.dtype)
     return out, values, scales
 
@@ -197,11 +206,11 @@ def _gelu_restored(values: Tensor, scales: Tensor, grad: Tensor | None, out: Ten
                key=(dx if out is None else out).dtype)  # type: ignore[union-attr]
 
 
-def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x = x.contiguous()
     num_rows, dim = x.shape
     fp32 = dict(dtype=torch.float32, device=x.device)
-    out, kept = torch.empty_like(x), (num_rows, dim) if keep else (0, dim)
+    out, kept = torch.empty_like(x), (0 if keep == "nothing" else num_rows, dim)
     values, scales = torch.empty(kept, dtype=torch.float8_e4m3fn, device=x.device), torch.empty((kept[0], 1), **fp32)
     mean, rstd = torch.empty(num_rows, **fp32), torch.empty(num_rows, **fp32)
     rows, block_d, warps = _shape(dim, ELEMENTS_PER_THREAD)

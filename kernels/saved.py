@@ -1,10 +1,10 @@
-"""Formats in which activations wait for backward: e4m3 rows back to 16 bits, and MX4 both ways, each in one pass.
+"""Formats in which activations wait for backward or for a product in 8 bits: e4m3 rows back to 16 bits, and MX4 both ways, each in one pass.
 
     rows    values e4m3 `(T, D)` times scales fp32 `(T, 1)`, rounded once to the dtype asked for
     MX4     e2m1, two to a byte, with an E8M0 scale per 32 consecutive elements: `(ceil(n / 32) * 16,)` and `(ceil(n / 32),)` uint8
 
 GELU (of erf) and LayerNorm can keep their input as rows in the pass that computes them; their gradients and their outputs are then those of the
-restored input, a norm's with the statistics of the exact one.
+restored input, a norm's with the statistics of the exact one. Or they quantise what they return, for a linear layer behind them.
 """
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,9 +30,9 @@ def restore_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.planner_kernels.restore_rows(values, scales, dtype)
 
 
-def gelu_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(GELU of `x (T, D)` in its dtype, e4m3 rows of x, their scales `(T, 1)`), in one pass."""
-    return torch.ops.planner_kernels.gelu_rows(x.detach())
+def gelu_rows(x: Tensor, *, of_output: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """(GELU of `x (T, D)` in its dtype, e4m3 rows of x, or of the output, their scales `(T, 1)`), in one pass."""
+    return torch.ops.planner_kernels.gelu_rows(x.detach(), of_output)
 
 
 def gelu_restore(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,9 +50,10 @@ def gelu_again(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
     return torch.ops.planner_kernels.gelu_again(values, scales, grad)
 
 
-def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, keep: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(LayerNorm of `x (T, D)` in its dtype, e4m3 rows of x, their scales `(T, 1)`, mean and 1 / sigma of its rows `(T,)` fp32), in one pass.
-    Without `keep` rows and scales are empty."""
+def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, keep: Literal["input", "output", "nothing"] = "input"
+              ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(LayerNorm of `x (T, D)` in its dtype, e4m3 rows of x or of the output, their scales `(T, 1)`, mean and 1 / sigma of its rows `(T,)` fp32), in
+    one pass. Of `nothing` rows and scales are empty."""
     return torch.ops.planner_kernels.norm_rows(x.detach(), weight.detach(), bias.detach(), eps, keep)
 
 
@@ -80,9 +82,10 @@ def _restore_rows_cpu(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
     return (_fp8.from_e4m3(values) * scales).to(dtype)
 
 
-def _gelu_rows_cpu(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    made = quantize(x, scaling="rowwise")
-    return torch.nn.functional.gelu(x.float()).to(x.dtype), made.values, made.scales
+def _gelu_rows_cpu(x: Tensor, of_output: bool) -> tuple[Tensor, Tensor, Tensor]:
+    out = torch.nn.functional.gelu(x.float()).to(x.dtype)
+    made = quantize(out if of_output else x, scaling="rowwise")
+    return out, made.values, made.scales
 
 
 def _gelu_restore_cpu(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,9 +103,9 @@ def _gelu_again_cpu(values: Tensor, scales: Tensor, grad: Tensor) -> Tensor:
     return _gelu_restore_cpu(values, scales, grad.dtype)
 
 
-def _norm_rows_cpu(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _norm_rows_cpu(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     out, mean, rstd = torch.native_layer_norm(x, x.shape[1:], weight, bias, eps)
-    made = quantize(x if keep else x[:0], scaling="rowwise")
+    made = quantize({"input": x, "output": out, "nothing": x[:0]}[keep], scaling="rowwise")
     return out, made.values, made.scales, mean.flatten().float(), rstd.flatten().float()
 
 
@@ -117,13 +120,13 @@ def _norm_gradient_cpu(values: Tensor, scales: Tensor, grad: Tensor, weight: Ten
     return dx.to(grad.dtype), d_weight, d_bias
 
 
-def _norm_rows_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows, fp32 = x.shape[0] if keep else 0, dict(dtype=torch.float32)
+def _norm_rows_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, fp32 = 0 if keep == "nothing" else x.shape[0], dict(dtype=torch.float32)
     return (torch.empty_like(x), x.new_empty((rows, x.shape[1]), dtype=torch.float8_e4m3fn), x.new_empty((rows, 1), **fp32),
             x.new_empty(x.shape[0], **fp32), x.new_empty(x.shape[0], **fp32))
 
 
-def _gelu_rows_fake(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gelu_rows_fake(x: Tensor, _of_output: bool) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
@@ -169,11 +172,11 @@ def _on_cuda(name: str) -> Callable:
 # As in `kernels.factor`: called once or twice for every saved tensor, so without the wrappers of `torch.library.custom_op`.
 _LIBRARY = torch.library.Library("planner_kernels", "FRAGMENT")
 _LIBRARY.define("restore_rows(Tensor values, Tensor scales, ScalarType dtype) -> Tensor")
-_LIBRARY.define("gelu_rows(Tensor x) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define("gelu_rows(Tensor x, bool of_output) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define("gelu_restore(Tensor values, Tensor scales, ScalarType dtype) -> Tensor")
 _LIBRARY.define("gelu_gradient(Tensor values, Tensor scales, Tensor grad) -> Tensor")
 _LIBRARY.define("gelu_again(Tensor values, Tensor scales, Tensor(a!) grad) -> Tensor")
-_LIBRARY.define("norm_rows(Tensor x, Tensor weight, Tensor bias, float eps, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define("norm_rows(Tensor x, Tensor weight, Tensor bias, float eps, str keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define("norm_restore(Tensor values, Tensor scales, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, ScalarType dtype) -> Tensor")
 _LIBRARY.define("norm_gradient(Tensor values, Tensor scales, Tensor grad, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define("to_mx4(Tensor x) -> (Tensor, Tensor)")

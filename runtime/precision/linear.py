@@ -18,6 +18,7 @@ saturates), `outliers` multiplies the columns of x with the largest magnitudes, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -109,9 +110,12 @@ def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | No
     return out if bias is None or added is not None else out + bias
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, native: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """`x (M, K)`, `weight (N, K)` -> `(M, N)` in x's dtype, and what `factor_columns` needs of x where `columns` are to follow."""
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, native: bool, columns: bool, given: Quantized | None = None
+            ) -> tuple[Tensor, Tensor]:
+    """`x (M, K)`, `weight (N, K)` -> `(M, N)` in x's dtype, and what `factor_columns` needs of x where `columns` are to follow. given: x along K."""
     scaling = SCALINGS[precision][0]
+    if given is not None and not columns:
+        return product(given, factor_rows(weight, scaling).quantized, native=native, dtype=x.dtype, bias=bias), x.new_empty(0)
     factor = factor_rows(x, scaling, columns=columns)
     out = product(factor.quantized, factor_rows(weight, scaling).quantized, native=native, dtype=x.dtype, bias=bias)
     return out, factor.rest if columns or not factor.rest.numel() else factor.rest.new_empty(0)
@@ -154,7 +158,7 @@ for _name, _run, _fake in (("low_precision_linear", _linear, _linear_fake),
     torch.library.register_fake(f"planner_runtime::{_name}", _fake, lib=_LIBRARY)
 
 
-def _direct(x: Tensor) -> bool:
+def direct(x: Tensor) -> bool:
     """Whether nobody looks at operators: no trace and no policy over them. Their way through the dispatcher costs as much as two launches."""
     return x.is_cuda and type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling()
 
@@ -163,9 +167,9 @@ class _FusedLinear(torch.autograd.Function):
     """As `_LowPrecisionLinear`, one operator a direction."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, given: Quantized | None = None) -> Tensor:
         columns = "low_weight_gradients" in recipe
-        run = _linear if _direct(x) else torch.ops.planner_runtime.low_precision_linear
+        run = functools.partial(_linear, given=given) if direct(x) else torch.ops.planner_runtime.low_precision_linear
         out, rest = run(x, weight, bias, recipe.precision, recipe.native, columns)
         ctx.save_for_backward(x, weight, rest if columns else None)
         ctx.recipe, ctx.has_bias = recipe, bias is not None
@@ -175,11 +179,11 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight, rest = ctx.saved_tensors
         need = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.has_bias and ctx.needs_input_grad[2]]
-        run = _linear_backward if _direct(grad) else torch.ops.planner_runtime.low_precision_linear_backward
+        run = _linear_backward if direct(grad) else torch.ops.planner_runtime.low_precision_linear_backward
         found = run(
             grad.contiguous(), x, weight, grad.new_empty(0) if rest is None else rest, ctx.recipe.precision, ctx.recipe.native,
             "low_weight_gradients" in ctx.recipe, need)
-        return *(g if wanted else None for g, wanted in zip(found, need)), None
+        return *(g if wanted else None for g, wanted in zip(found, need)), None, None
 
 
 @torch.library.custom_op("planner_runtime::low_precision_product", mutates_args=())
@@ -261,15 +265,17 @@ def _outliers(x: Tensor) -> Tensor:
 
 
 class LowPrecisionLinear(nn.Linear):
-    """An nn.Linear whose products run under `recipe`; parameters and state are those of nn.Linear."""
+    """An nn.Linear whose products run under `recipe`; parameters and state are those of nn.Linear. given: its next input as the pass before it has
+    quantised it (`runtime.precision.fused`)."""
 
     recipe: Recipe
     known_scales: Scales
+    given: list[Quantized]
 
     def forward(self, input: Tensor) -> Tensor:
         flat = input.reshape(-1, self.in_features)
         if self.recipe.fused:
-            out = _FusedLinear.apply(flat, self.weight, self.bias, self.recipe)
+            out = _FusedLinear.apply(flat, self.weight, self.bias, self.recipe, self.given.pop() if self.given else None)
         else:
             out = _LowPrecisionLinear.apply(flat, self.weight, self.bias, self.recipe, self.known_scales)
         return out.view(*input.shape[:-1], self.out_features)
@@ -296,4 +302,4 @@ def use_low_precision(block: nn.Module, precision: str, *, device: torch.device,
     recipe = Recipe(precision=precision, native=runs_natively(precision, device), options=options)
     for layer in layers:
         layer.__class__ = LowPrecisionLinear
-        layer.recipe, layer.known_scales = recipe, {}  # type: ignore[assignment]
+        layer.recipe, layer.known_scales, layer.given = recipe, {}, []  # type: ignore[assignment]

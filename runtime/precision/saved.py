@@ -114,7 +114,7 @@ class _Norm8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float, kept: _NormKept) -> Tensor:
-        out, values, scales, kept.mean, kept.rstd = norm_rows(x, weight, bias, eps=eps, keep=kept.rows is None)
+        out, values, scales, kept.mean, kept.rstd = norm_rows(x, weight, bias, eps=eps, keep="input" if kept.rows is None else "nothing")
         if kept.rows is None:
             kept.rows = values, scales
         ctx.kept = kept

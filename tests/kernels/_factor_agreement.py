@@ -55,7 +55,11 @@ def agree_saved(device, dtypes=(torch.bfloat16, torch.float32), shapes=SHAPES):
             values, scales = OPS.factor_rows(x, "rowwise", False, False)[:2]
             _same(OPS.restore_rows(values, scales, dtype), triton_side.restore_rows(to(device, values), to(device, scales), dtype), ("rows", dtype))
             calm, grad = torch.randn(num_rows, dim).mul(3).to(dtype), torch.randn(num_rows, dim).to(dtype)
-            want, got = OPS.gelu_rows(calm), triton_side.gelu_rows(to(device, calm))
+            whole, parts = triton_side.gelu_rows(to(device, calm), True), OPS.factor_rows(calm, "rowwise", False, False)
+            for a, b in zip(OPS.factor_rows(whole[0].cpu(), "rowwise", False, False)[:2], whole[1:], strict=True):
+                _same(a, b, ("GELU's output", dtype))
+            want, got = OPS.gelu_rows(calm, False), triton_side.gelu_rows(to(device, calm), False)
+            _same(parts[0], got[1], ("GELU's input", dtype))
             for a, b in zip(want[1:], got[1:], strict=True):
                 _same(a, b, ("GELU's input", dtype))
             close = dict(rtol=1e-2, atol=1e-2) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
@@ -68,14 +72,17 @@ def agree_saved(device, dtypes=(torch.bfloat16, torch.float32), shapes=SHAPES):
             for a, b in zip((outs[0], once), (outs[1], twice), strict=True):
                 torch.testing.assert_close(b.cpu(), a, **close)
             weight, bias = torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)
-            for keep in (True, False):
+            whole = triton_side.norm_rows(*(to(device, t) for t in (calm, weight, bias)), 1e-5, "output")
+            for a, b in zip(OPS.factor_rows(whole[0].cpu(), "rowwise", False, False)[:2], whole[1:3], strict=True):
+                _same(a, b, ("norm's output", dtype))
+            for keep in ("input", "nothing"):
                 want = OPS.norm_rows(calm, weight, bias, 1e-5, keep)
                 got = triton_side.norm_rows(*(to(device, t) for t in (calm, weight, bias)), 1e-5, keep)
                 for a, b in zip(want[1:3], got[1:3], strict=True):
                     _same(a, b, ("norm's input", dtype, keep))
                 for a, b in zip((want[0], *want[3:]), (got[0], *got[3:]), strict=True):
                     torch.testing.assert_close(b.cpu(), a, **close)
-            rows = OPS.norm_rows(calm, weight, bias, 1e-5, True)[1:]
+            rows = OPS.norm_rows(calm, weight, bias, 1e-5, "input")[1:]
             torch.testing.assert_close(
                 triton_side.norm_restore(*(to(device, t) for t in (*rows[:2], weight, bias, *rows[2:])), dtype).cpu(),
                 OPS.norm_restore(*rows[:2], weight, bias, *rows[2:], dtype), **close)

@@ -15,7 +15,10 @@ from kernels import norm_quant
 from runtime.data import open_source
 from runtime.model.registry import EXPERT_BLOCKS, build_block
 from runtime.model.self_attention import SelfAttention
+from runtime.precision import fused as precision_fused
+from runtime.precision import linear
 from runtime.precision.attention import use_fp8_attention
+from runtime.precision.fused import fuse_quantisation
 from runtime.precision.linear import _FusedLinear, _LowPrecisionLinear, quantize_factor, use_low_precision
 from runtime.trainer import Trainer
 
@@ -176,3 +179,29 @@ def test_attention_in_8_bits_is_a_recipe_of_regions_below_16_bits():
     trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=1), device=CPU)
     assert [part.in_8_bits for part in trainer.model.dense.modules() if isinstance(part, SelfAttention)].count(True) == 1
     trainer.train(1)
+
+
+@pytest.mark.parametrize("kind", ["self_attention", "hstu"])
+def test_the_pass_before_a_layer_quantises_for_it(kind, monkeypatch):
+    torch.manual_seed(0)
+    block = build_block(128, models.LAYERS[kind][0]).to(torch.bfloat16)
+    use_low_precision(block, "fp8_row", device=CPU)
+    fused = copy.deepcopy(block)
+    fuse_quantisation(fused)
+    offsets, x = torch.tensor([0, 30, 70]), torch.randn(70, 128, dtype=torch.bfloat16)
+    read = []
+    for module in (linear, precision_fused):
+        monkeypatch.setattr(module, "direct", lambda _x: True)
+    plain_rows = linear.factor_rows
+    monkeypatch.setattr(linear, "factor_rows", lambda x, *a, **k: read.append(tuple(x.shape)) or plain_rows(x, *a, **k))
+    grads, forwards = [], []
+    for one in (block, fused):
+        leaf = x.clone().requires_grad_()
+        read.clear()
+        out = one(leaf, offsets, 40)
+        forwards.append(len(read))
+        grads.append([out, *torch.autograd.grad(out.float().square().sum(), [leaf, *one.parameters()])])
+    assert forwards[0] - forwards[1] == {"self_attention": 3, "hstu": 1}[kind]
+    for one, other in zip(*grads):
+        assert (one.float() - other.float()).norm() < 0.02 * one.float().norm() + 1e-3
+    assert not any(m.given for m in fused.modules() if isinstance(m, linear.LowPrecisionLinear))
