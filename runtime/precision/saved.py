@@ -52,12 +52,41 @@ class _Packed:
     dtype: torch.dtype
     fp8: Quantized | None = None
     mx4: tuple[Tensor, Tensor] | None = None
+    restored: weakref.ref | None = None  # the storage that views of it share
 
     def restore(self) -> Tensor:
         if self.fp8 is not None:
             return restore_rows(self.fp8.values, self.fp8.scales, self.dtype).view(self.shape)
         assert self.mx4 is not None
         return from_mx4(*self.mx4, self.shape.numel(), self.dtype).view(self.shape)
+
+
+@dataclasses.dataclass(slots=True)
+class _View:
+    """A saved tensor that is columns of a packed one, as a query is of the product that gives queries, keys and values: all are restored at once, for
+    the first of them that is asked for."""
+
+    whole: _Packed
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def restore(self) -> Tensor:
+        storage = None if self.whole.restored is None else self.whole.restored()
+        if storage is None:
+            storage = self.whole.restore().untyped_storage()
+            self.whole.restored = weakref.ref(storage)
+        return torch.empty(0, dtype=self.whole.dtype, device=storage.device).set_(storage, self.offset, self.shape, self.stride)
+
+
+def _rows_of(tensor: Tensor) -> Tensor | None:
+    """The whole matrix, by rows, that `tensor` is columns of; None where it is none or all of one."""
+    if tensor.is_contiguous() or not tensor.stride(0):
+        return None
+    count, width = tensor.shape[0], tensor.stride(0)
+    if count * width * tensor.element_size() != tensor.untyped_storage().nbytes() or max(tensor.stride()) != width:
+        return None
+    return tensor.as_strided((count, width), (width, 1), 0)
 
 
 class _Gelu8(torch.autograd.Function):
@@ -210,19 +239,24 @@ class _Hooks:
         self.policy, self.dtype, self.kept = policy, dtype, kept
         self.seen: dict[tuple, tuple[weakref.ref, _Packed]] = {}
 
-    def pack(self, tensor: Tensor) -> Tensor | _Packed:
+    def pack(self, tensor: Tensor) -> Tensor | _Packed | _View:
         if tensor.dtype != self.dtype or tensor.dim() < 2 or tensor.numel() == 0 or tensor.untyped_storage()._cdata in self.kept:
             return tensor
+        tensor = tensor.detach()
+        whole = _rows_of(tensor)
+        if whole is not None:
+            return _View(self.packed(whole), tensor.shape, tensor.stride(), tensor.storage_offset())
+        return dataclasses.replace(self.packed(tensor), shape=tensor.shape)
+
+    def packed(self, tensor: Tensor) -> _Packed:
         storage = tensor.untyped_storage()
         # views of one contiguous tensor with equal rows are one tensor: (T, H, d) for attention, (T, H d) for a linear layer
         layout = (tensor.shape[0], tensor.numel()) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         key = (storage._cdata, tensor.storage_offset(), tensor._version, *layout)
         known = self.seen.get(key)
-        if known is not None and known[0]() is not None:
-            return dataclasses.replace(known[1], shape=tensor.shape)
-        packed = self.quantise(tensor.detach())
-        self.seen[key] = weakref.ref(storage), packed
-        return packed
+        if known is None or known[0]() is None:
+            known = self.seen[key] = weakref.ref(storage), self.quantise(tensor)
+        return known[1]
 
     def quantise(self, tensor: Tensor) -> _Packed:
         if self.policy == "quantized4":
@@ -230,8 +264,8 @@ class _Hooks:
         return _Packed(tensor.shape, tensor.dtype, fp8=factor_rows(tensor.reshape(tensor.shape[0], -1), "rowwise").quantized)
 
     @staticmethod
-    def unpack(packed: Tensor | _Packed) -> Tensor:
-        return packed.restore() if isinstance(packed, _Packed) else packed
+    def unpack(packed: Tensor | _Packed | _View) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.restore()
 
 
 def quantize_saved(block: nn.Module, policy: str, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from kernels.saved import from_mx4, to_mx4
 from runtime.data import open_source
 from runtime.memory import StorageTracker, storage_ids
 from runtime.model.registry import build_block
+from runtime.precision import saved
 from runtime.precision.saved import quantize_saved
 from runtime.trainer import Trainer
 
@@ -84,3 +85,16 @@ def test_fp32_blocks_are_refused():
         quantize_saved(nn.Linear(4, 4), "quantized", torch.float32)
     with pytest.raises(ValueError, match="quantised from 16 bits"):
         Trainer(models.plan(Layout(), checkpoint="quantized"), open_source(models.model(), models.workload(), seed=1), device=torch.device("cpu"))
+
+
+def test_columns_of_one_product_are_packed_and_restored_once(monkeypatch):
+    layer = models.LAYERS["self_attention"][0]
+    block, width = build_block(128, layer).to(torch.bfloat16), layer.heads * layer.head_dim
+    quantize_saved(block, "quantized4", torch.bfloat16)
+    packed, restored = [], []
+    quantise, restore = saved._Hooks.quantise, saved._Packed.restore
+    monkeypatch.setattr(saved._Hooks, "quantise", lambda self, t: packed.append(tuple(t.shape)) or quantise(self, t))
+    monkeypatch.setattr(saved._Packed, "restore", lambda self: restored.append(tuple(self.shape)) or restore(self))
+    x = torch.randn(60, 128, dtype=torch.bfloat16, requires_grad=True)
+    block(x, torch.tensor([0, 25, 60]), 35).float().sum().backward()
+    assert packed.count((60, 3 * width)) == restored.count((60, 3 * width)) == 1
