@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._launch import cdiv, next_power_of_2, run
+from kernels._norm_triton import _sum_partials_kernel
 
 ROWS, WARPS = 2, 4
 PROGRAMS_PER_SM = 8  # of the backward, which keep sums of the weight's gradient over all their rows
@@ -51,8 +52,8 @@ def _backward_kernel(
     inside = columns < width
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     b = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    d_weight = tl.zeros([W], tl.float32)
-    d_bias = tl.zeros([W], tl.float32)
+    d_weight = tl.zeros([R, W], tl.float32)  # summed over rows once, at the end: each sum across rows goes through shared memory
+    d_bias = tl.zeros([R, W], tl.float32)
     for first in range(tl.program_id(0) * R, total, tl.num_programs(0) * R):
         rows = tl.cast(first, tl.int64) + tl.arange(0, R)
         known = rows < total
@@ -70,17 +71,17 @@ def _backward_kernel(
         silu = gate * sigmoid
         d_gate = (g_gate + g_product * (x_hat * w + b)) * (sigmoid + silu - silu * sigmoid)
         d_normed = g_product * silu
-        d_weight += tl.sum(d_normed * x_hat, axis=0)
-        d_bias += tl.sum(d_normed, axis=0)
+        d_weight += d_normed * x_hat
+        d_bias += d_normed
         scaled = d_normed * w
         inner = (tl.sum(scaled * x_hat, axis=1) / width)[:, None]
         d_plain = g_plain + rstd[:, None] * (scaled - (tl.sum(scaled, axis=1) / width)[:, None] - x_hat * inner)
         target = rows[:, None] * width + columns[None, :]
         tl.store(du + target, d_gate, mask=mask)
         tl.store(da + target, d_plain, mask=mask)
-    own = partial + tl.program_id(0).to(tl.int64) * (2 * width) + columns
-    tl.store(own, d_weight, mask=inside)
-    tl.store(own + width, d_bias, mask=inside)
+    own = partial + tl.program_id(0).to(tl.int64) * width + columns
+    tl.store(own, tl.sum(d_weight, axis=0), mask=inside)
+    tl.store(own + tl.num_programs(0).to(tl.int64) * width, tl.sum(d_bias, axis=0), mask=inside)
 
 
 def gated_concat(u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,14 +107,16 @@ def gated_concat_backward(
     if not (total and width):
         return du, da, torch.zeros_like(weight), torch.zeros_like(bias)
     programs = min(cdiv(total, ROWS), PROGRAMS_PER_SM * _multiprocessors(a.device))
-    partial = torch.empty((programs, 2, width), dtype=torch.float32, device=a.device)
+    partial = torch.empty((2, programs, width), dtype=torch.float32, device=a.device)
     run(
         _backward_kernel, (programs,),
         grad, u, a, weight, bias, mean, rstd, du, da, partial, total, width, grad.stride(0), u.stride(0), a.stride(0),
         R=ROWS, W=next_power_of_2(width), num_warps=WARPS,
     )  # fmt: skip
-    d_weight, d_bias = (partial[:, i].sum(0) for i in range(2))
-    return du, da, d_weight.to(weight.dtype), d_bias.to(bias.dtype)
+    d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
+    run(_sum_partials_kernel, (cdiv(width, 32),), partial, d_weight, d_bias, programs, width, ROWS=128, COLS=32, LAYERNORM=True, ACC=tl.float32,
+        num_warps=4)
+    return du, da, d_weight, d_bias
 
 
 def _multiprocessors(device: torch.device) -> int:
