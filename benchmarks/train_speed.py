@@ -1,34 +1,39 @@
 """Local MFU of one device on whole models, with two peers beside it: histories padded to the longest, and the same model on compiled FlexAttention.
 
-A device trains a few steps of each variant in one process: eager blocks, compiled ones, and the peers with eager blocks, so that each differs
-from `eager` in one thing. MFU is that of the faster of the first two: `costmodel.lower.model_flops` (true lengths, causal half, nothing recomputed)
-over the median step and the dense peak of the format. FlexAttention knows softmax only: pointwise layers run it as a softmax of the same shape, so
-that variant is timed, not trained to any use.
+A device trains a few steps of each variant in one process, all on the same batches: eager blocks, compiled ones, and the peers with eager blocks, so
+that each differs from `eager` in one thing. MFU is that of the faster of the first two: the measured steps' FLOPs (their own lengths, causal half,
+nothing recomputed) over their seconds and the dense peak of the format. FlexAttention knows softmax only: pointwise layers run it as a softmax of
+the same shape, so that variant is timed, not trained to any use.
+
+On a GPU every variant's kernels are compiled first, by processes of their own at once (`python -m benchmarks.train_speed MODEL VARIANT`).
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import gc
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.results import Row
+from costmodel.blocks import BatchShape, JaggedShape
 from costmodel.estimate import estimate
-from costmodel.lower import model_flops
 from costmodel.model import Model
 from costmodel.plan import Layout, Plan, TablePlacement
-from costmodel.regions import default_region_plans
+from costmodel.regions import default_region_plans, regions
 from costmodel.runresult import Measured
 from costmodel.workload import EventSource, Workload
 from planner.configure import default_plan
 from planner.scenario import load_scenario
 from runtime import mesh
 from runtime.data import open_source
-from runtime.trainer import Trainer
+from runtime.trainer import WARMUP_STEPS, Trainer
 
 SCENARIOS = {"hstu-ranking": ("hstu-ranking", 32, 0.35), "gem-full": ("gem-full-1xh200", 64, 0.30)}
 AIM, PEERS = 0.45, {"HSTU, 302.6 TFLOPS a GPU on H100, jagged, another distribution": 0.306}
@@ -36,7 +41,19 @@ OVER = {"padded": 2.0, "flex": 1.3}
 EXECUTIONS = ("eager", "compile")
 # gem-full's loss leaves the neighbourhood of its start within three steps at its own 1e-3 without a warm-up; the step takes as long at any rate
 LEARNING_RATE = 1e-5
-STEPS = {"cuda": 12, "cpu": 6}
+STEPS = {"cuda": 23, "cpu": 6}
+# Samples of a batch that is trained to compile kernels: those of several models fit on a device together.
+WARM_BATCH, WARM_STEPS = 4, 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timed:
+    """Steps of a variant: what the trainer measured, their seconds, and their FLOPs by design.md's convention."""
+
+    measured: Measured
+    seconds: float
+    flops: float
+    steps: int
 
 
 def plan_of(name: str, *, batch: int | None = None, precision: str = "bf16") -> Plan:
@@ -76,13 +93,16 @@ def _alone(host: Plan, model: Model, workload: Workload, batch: int, precision: 
 def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False) -> Iterator[list[Row]]:
     """Figures of every model that fits into `seconds`, after each variant all that are known of its model; a variant that cannot run is a row that
     says why. `compiled`: compiled blocks too, which take minutes to compile."""
+    until = time.monotonic() + seconds
+    if device.type == "cuda":
+        warm([(name, variant) for variant in ("eager", *OVER) for name in SCENARIOS], until=time.monotonic() + seconds / 2)
     started = not torch.distributed.is_initialized()
     if started:
         mesh.start(device)
     device = mesh.indexed(device)
-    until, on_gpu = time.monotonic() + seconds, device.type == "cuda"
+    on_gpu = device.type == "cuda"
     plans = {name: plan_of(name) if on_gpu else tiny(name) for name in SCENARIOS}
-    found: dict[str, dict[str, Measured]] = {name: {} for name in SCENARIOS}
+    found: dict[str, dict[str, Timed]] = {name: {} for name in SCENARIOS}
     for variant in ("eager", *OVER, *(("compile",) if compiled else ())):
         for name, (_, _, target) in SCENARIOS.items():
             missing = Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"not run: {seconds:.0f} s were over")
@@ -98,27 +118,30 @@ def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False
         mesh.leave()
 
 
-def _rows_of(name: str, plan: Plan, found: dict[str, Measured], target: float | None) -> Iterator[Row]:
+def _rows_of(name: str, plan: Plan, found: dict[str, Timed], target: float | None) -> Iterator[Row]:
     on_gpu = target is not None
     peak = plan.cluster.device.peak_flops["bf16" if on_gpu else "fp32"]
-    steps = {variant: one.step_time_s.median for variant, one in found.items()}
+    each = {variant: one.seconds / one.steps for variant, one in found.items()}
     own = [v for v in EXECUTIONS if v in found]
     if own:
-        best = min(own, key=lambda v: steps[v])
-        yield Row(name=f"speed: {name}, local MFU", value=model_flops(plan) / (steps[best] * peak), unit="share", target=target,
+        best = min(own, key=lambda v: each[v])
+        one = found[best]
+        yield Row(name=f"speed: {name}, local MFU", value=one.flops / (one.seconds * peak), unit="share", target=target,
                   aim=AIM if on_gpu else None, peers=PEERS if on_gpu and name == "hstu-ranking" else {},
-                  note=f"measured here, {best} blocks, batch {plan.local_batch}, median step "
-                       f"{', '.join(f'{v} {steps[v] * 1e3:.1f} ms' for v in own)}; over {peak / 1e12:.4g} TFLOP/s of {plan.cluster.device.name}")
+                  note=f"measured here, {best} blocks, batch {plan.local_batch}, {one.steps} steps of {one.flops / one.steps / 1e12:.4g} TFLOP, mean "
+                       f"{', '.join(f'{v} {each[v] * 1e3:.1f} ms' for v in own)}; over {peak / 1e12:.4g} TFLOP/s of {plan.cluster.device.name}")
     if "eager" not in found:
         return
-    yield Row(name=f"speed: {name}, waiting for batches", value=found["eager"].phases_s["input"] / found["eager"].step_time_s.mean, unit="share",
-              better="lower", note=f"measured, eager: {_phases(found['eager'])}")
+    eager = found["eager"].measured
+    yield Row(name=f"speed: {name}, waiting for batches", value=eager.phases_s["input"] / eager.step_time_s.mean, unit="share",
+              better="lower", note=f"measured, eager: {_phases(eager)}")
     for variant, least in OVER.items():
         if variant in found:
-            yield Row(name=f"speed: {name}, times faster than {variant}", value=steps[variant] / steps["eager"], unit="x",
+            yield Row(name=f"speed: {name}, times faster than {variant}", value=each[variant] / each["eager"], unit="x",
                       target=least if on_gpu else None,
-                      note=f"measured in one process, eager blocks: {steps[variant] * 1e3:.1f} ms a step against {steps['eager'] * 1e3:.1f} ms")
-    if (reached := found["eager"].memory_bytes.peak_allocated) is not None:
+                      note=f"measured in one process on the same {found[variant].steps} batches, eager blocks: {each[variant] * 1e3:.1f} ms a step "
+                           f"against {each['eager'] * 1e3:.1f} ms")
+    if (reached := eager.memory_bytes.peak_allocated) is not None:
         predicted = estimate(plan, None).memory.peak.value
         yield Row(name=f"speed: {name}, predicted over measured peak memory", value=predicted / reached, unit="ratio",
                   note=f"predicted {predicted / 1e9:.2f} GB without a calibration, reached {reached / 1e9:.2f} GB")
@@ -128,7 +151,7 @@ def _phases(one: Measured) -> str:
     return ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in one.phases_s.items() if seconds >= 5e-5)
 
 
-def measure(plan: Plan, device: torch.device, variant: str) -> Measured:
+def measure(plan: Plan, device: torch.device, variant: str, *, num_steps: int | None = None) -> Timed:
     """A few steps of a variant (`eager`, `compile`, or one of `OVER`), those of the warm-up left out."""
     plan = dataclasses.replace(plan, batching="padded") if variant == "padded" else plan
     plan = dataclasses.replace(plan, execution="compile") if variant == "compile" else plan
@@ -138,15 +161,44 @@ def measure(plan: Plan, device: torch.device, variant: str) -> Measured:
     try:
         with flex_attention_everywhere(device) if variant == "flex" else contextlib.nullcontext():
             trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
-            trainer.train(STEPS[device.type])
-            measured, _ = trainer.measured()
+            trainer.train(num_steps or STEPS[device.type])
+            measured, warmup = trainer.measured()
         assert measured is not None
-        return measured
+        flops = [_flops(plan, trainer.source.lengths(samples))
+                 for step in range(warmup, len(trainer.phases)) for samples in trainer.loader.microbatch_samples(step)]
+        spent = [sum(phases.values()) for phases in trainer.phases[warmup:]]
+        return Timed(measured, sum(spent), sum(flops), len(spent))
     finally:
         del trainer
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _flops(plan: Plan, lengths: dict[str, np.ndarray]) -> float:
+    """Of a step on histories of `lengths`, as `costmodel.lower.model_flops` has them of an expected batch."""
+    samples = len(next(iter(lengths.values()))) if lengths else plan.local_batch
+    batch = BatchShape(samples=float(samples), sequences={name: JaggedShape.of_lengths(found) for name, found in lengths.items()})
+    return 3.0 * sum(r.count * (r.block.flops(batch) - r.block.causal_excess(batch)) for r in regions(plan.model))
+
+
+def warm(wanted: list[tuple[str, str]], *, until: float) -> None:
+    """Compiles the kernels of (model, variant), all at once, until the clock says so: compilers keep what they made where the next process looks."""
+    running = [subprocess.Popen([sys.executable, "-m", "benchmarks.train_speed", name, variant], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+               for name, variant in wanted]
+    for child in running:
+        try:
+            child.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+
+def _warm_one(name: str, variant: str) -> None:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    mesh.start(device)
+    measure(plan_of(name, batch=WARM_BATCH) if on_gpu else tiny(name), device, variant, num_steps=WARMUP_STEPS + WARM_STEPS)
+    mesh.leave()
 
 
 @contextlib.contextmanager
@@ -226,3 +278,6 @@ def _places(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
     document = torch.searchsorted(offsets, rows, right=True) - 1
     return document, rows - offsets[document]
 
+
+if __name__ == "__main__":
+    _warm_one(*sys.argv[1:])

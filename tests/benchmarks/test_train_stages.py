@@ -1,9 +1,14 @@
 """The training benchmark's own parts: FlexAttention stands where the kernels stand, and models shrink to a test's size with their kinds of layers."""
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import train_speed
+from costmodel.lower import model_flops
 from costmodel.regions import regions
+from costmodel.workload import Lengths
 from kernels import block_attention, jagged_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -33,4 +38,12 @@ def test_tiny_models_keep_every_kind_of_layer(name):
     assert {r.kind for r in regions(tiny.model)} == {r.kind for r in regions(whole.model)}
     assert whole.layout.world_size == 1 and whole.cluster.device.name.startswith("H200")
     if name == "gem-full":
-        assert train_speed.measure(tiny, torch.device("cpu"), "eager").step_time_s.median > 0
+        assert train_speed.measure(tiny, torch.device("cpu"), "eager").steps > 0
+
+
+def test_flops_of_a_batch_are_those_that_the_cost_model_expects_of_even_lengths():
+    plan = train_speed.tiny("hstu-ranking")
+    even = {name: Lengths(kind="fixed", maximum=spec.maximum) for name, spec in plan.workload.lengths.items()}
+    plan = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, lengths=even))
+    lengths = {name: np.full(plan.local_batch, spec.maximum) for name, spec in even.items()}
+    assert train_speed._flops(plan, lengths) == pytest.approx(model_flops(plan), rel=1e-9)
