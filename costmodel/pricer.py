@@ -5,6 +5,7 @@ A block's time is the sum of its ops' times under the calibration's correction o
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -209,6 +210,15 @@ class Pricer:
             return self._composition(block, phase, "bf16", policy)
         return found
 
+    def _in_step(self, phase: str, cost: Cost, seconds: float, precision: str) -> float:
+        """Seconds within a step over those of blocks timed alone, by the share of the peak that they reach there."""
+        constants = self.calibration.constants if self.calibration is not None else {}
+        factor, slope = constants.get(f"in_step/{phase}", 1.0), constants.get("in_step/slope", 0.0)
+        if not slope or seconds <= 0:
+            return factor
+        used = min(cost.flops / (seconds * compute.peak_flops(self.device, precision)), 1.0)
+        return factor * math.exp(slope * (used - constants.get("in_step/utilisation", used)))
+
     def unit(self, kind: str, block: Block) -> Cost:
         """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`."""
         key = (id(block), 0, kind, STEP)
@@ -227,8 +237,7 @@ class Pricer:
             timed = expanded(timed_ops(self._forward(block, batch, precision), phase, policy, MATRIX_OPS), self.device,
                              low_weight_gradients=self.low_weight_gradients)
             ratio *= float(work(timed, features, self.device) @ np.array(found.shares)) / cost.seconds
-        if self.calibration is not None:
-            ratio *= self.calibration.constants.get(f"in_step/{phase}", 1.0)
+        ratio *= self._in_step(phase, cost, cost.seconds * ratio, precision)
         known = 0.0 if outside < 0.1 else 1.0
         parts = tuple((f"block:{block.kind}/{phase}" if curve.startswith("roofline:") else curve, "interpolated" if source == "roofline" else source,
                        seconds * ratio, known * error) for curve, source, seconds, error in cost.parts)

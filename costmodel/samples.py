@@ -21,7 +21,8 @@ BLOCK_PREFIX = "block:"
 # (costmodel.hosttime); where those are not known, host_scale: main-thread time of a step's launches in the trainer over the same calls
 # alone (variant = kind@dtype[:policy]: the same of the blocks of that kind, under that scale); step_host: main-thread seconds of a step beside its
 # launches;
-# in_step (variant = phase): seconds of forward or backward within a step over those of its blocks timed alone;
+# in_step (variant = phase): seconds of forward or backward within a step over those of its blocks timed alone, at the share of the peak FLOP/s
+# `utilisation`; its logarithm grows by `slope` with that share;
 # library_bytes: workspaces that libraries allocate and keep; workspace (variant = kind@dtype[:policy]): bytes that backward of a block has beside
 # what its forward saved, over the formula's (costmodel.memory.backward_bytes).
 # link_bandwidth [bytes/s]: of the host tier that the collectives ran on; collective_share (variant = transport/kind): compute seconds lost beside

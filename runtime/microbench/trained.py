@@ -6,12 +6,13 @@ import gc
 import math
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from costmodel.calibration import Calibration
+from costmodel.compute import peak_flops
 from costmodel.estimate import estimate
 from costmodel.lower import lower
 from costmodel.ops import BACKWARD, FORWARD
@@ -20,20 +21,23 @@ from costmodel.pricer import STEP_OVERHEAD_SECONDS
 from costmodel.regions import regions
 from costmodel.samples import Sample
 from runtime.data import open_source
-from runtime.microbench.gpu import Report, constant, context_bytes
+from runtime.microbench.gpu import Report, constant, context_bytes, layer_precision
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Steps of a run.
 STEPS = 8
 # Launches over a step of whole batches up to which the device makes it; runs that `in_step` needs, and its bounds.
 DEVICE_BOUND, FEWEST, IN_STEP = 0.7, 3, (0.9, 1.15)
+# A slope of 0.3 weighs as much as a run that is off by 3 %; the most that is believed.
+SLOPE_HELD, MOST_SLOPE = 0.1, 0.6
 
 
 def whole_samples(calibration: Calibration, plans: list[Plan], device: torch.device, *, until: float = math.inf,
                   report: Report = lambda _: None) -> Iterator[Sample]:
     """Short runs of whole batches. `allocator_overhead`: the most that the caching allocator held over the most that was allocated; `context_bytes`
     and `step_overhead` of each run; `in_step`: forward and backward over what `calibration` makes of their blocks, in steps that the device makes."""
-    over, excess = [], defaultdict(list)
+    over: list[float] = []
+    excess: list[tuple[str, float, float]] = []
     for plan in plans:
         if time.perf_counter() > until and over:
             break
@@ -42,20 +46,46 @@ def whole_samples(calibration: Calibration, plans: list[Plan], device: torch.dev
         steps = trainer.phases[WARMUP_STEPS:]
         del trainer
         took = {phase: statistics.median(step[phase] for step in steps) for phase in (FORWARD, BACKWARD, "other")}
-        launched = sum(t.host_seconds for t in lower(plan, calibration).graph.tasks)
+        tasks = lower(plan, calibration).graph.tasks
+        launched = sum(t.host_seconds for t in tasks)
         made = estimate(plan, calibration)
         yield from (constant("context_bytes", context_bytes()), constant("step_overhead", min(took["other"], STEP_OVERHEAD_SECONDS)))
         if launched > DEVICE_BOUND * sum(statistics.median(step[phase] for step in steps) for phase in steps[0]):
             report(f"whole: {plan.model.name}: the host makes its steps")
             continue
+        peak = peak_flops(plan.cluster.device, layer_precision(plan))
         for phase in (FORWARD, BACKWARD):
-            excess[phase].append(took[phase] / made.phases[phase].value)
+            seconds = made.phases[phase].value
+            excess.append((phase, sum(t.flops for t in tasks if t.phase == phase) / (seconds * peak), took[phase] / seconds))
         report(f"whole: {plan.model.name} {layer_policy(plan)}: " + ", ".join(
-            f"{phase} {1e3 * took[phase]:.2f} ms, {excess[phase][-1]:.3f} of the prediction" for phase in (FORWARD, BACKWARD)))
+            f"{phase} {1e3 * took[phase]:.2f} ms, {ratio:.3f} of the prediction, {used:.0%} of the peak" for phase, used, ratio in excess[-2:]))
     yield constant("allocator_overhead", max(over))
-    for phase, ratios in excess.items():
-        if len(ratios) >= FEWEST:
-            yield constant("in_step", min(max(statistics.median(ratios), IN_STEP[0]), IN_STEP[1]), phase)
+    for name, value in in_step(excess).items():
+        yield constant("in_step", value, name)
+
+
+def in_step(rows: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """From (phase, share of the peak FLOP/s that its blocks reach alone, seconds in the step over theirs): the factor of each phase at the share
+    `utilisation`, and what its logarithm gains with that share, `slope`: a device that computes without a pause lowers its clock. Empty for few
+    runs."""
+    phases = sorted({phase for phase, *_ in rows})
+    if len(rows) < FEWEST * len(phases) or not rows:
+        return {}
+    used, logs = np.array([u for _, u, _ in rows]), np.log([ratio for *_, ratio in rows])
+    mean = float(used.mean())
+    columns = np.array([[*(float(phase == name) for name in phases), u - mean] for phase, u, _ in rows])
+    weights = np.ones(len(rows))
+    for _ in range(3):  # runs that something disturbed count less
+        system = np.vstack([columns * weights[:, None], [*[0.0] * len(phases), SLOPE_HELD]])
+        found = np.linalg.lstsq(system, np.concatenate([logs * weights, [0.0]]), rcond=None)[0]
+        off = np.abs(columns @ found - logs)
+        weights = 1.0 / np.maximum(1.0, off / max(2.0 * float(np.median(off)), 0.01))
+    slope = min(max(float(found[-1]), 0.0), MOST_SLOPE)
+    if slope != found[-1]:
+        logs = logs - slope * (used - mean)
+        found = [float(np.median([y for (phase, *_), y in zip(rows, logs) if phase == name])) for name in phases]
+    factors = {name: min(max(math.exp(c), IN_STEP[0]), IN_STEP[1]) for name, c in zip(phases, found)}
+    return {**factors, "utilisation": mean, "slope": slope}
 
 
 def short_run(plan: Plan, device: torch.device, steps: int) -> Trainer:

@@ -1,5 +1,6 @@
 """A GPU's calibration as a whole, on this machine's CPU: what comes when, what is kept, how the host is fitted, kernels compiled ahead."""
 import dataclasses
+import math
 import os
 import time
 
@@ -47,6 +48,8 @@ def test_a_calibration_keeps_what_it_has_and_predicts(monkeypatch):
 
 
 class _Task:
+    phase, flops = "backward", 1e14
+
     def __init__(self, name: str, host_seconds: float) -> None:
         self.name, self.host_seconds = name, host_seconds
 
@@ -112,6 +115,19 @@ def test_steps_that_the_device_makes_show_what_they_make_of_blocks(monkeypatch, 
     assert rest["allocator_overhead", ""] == pytest.approx(0.1) and rest["in_step", "forward"] == pytest.approx(1.0)
     assert rest["in_step", "backward"] == pytest.approx(min(slower, trained.IN_STEP[1]))
     assert not any(name == "in_step" for name, *_ in [(s.op.removeprefix("constant:"),) for s in trained.whole_samples(None, plans[:2], CPU)])
+
+
+def test_what_steps_add_grows_with_the_share_of_the_peak():
+    """Runs that lose more the nearer they come to the peak, one of them disturbed; runs that gain there; too few."""
+    shares = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    rows = [(phase, u + 0.05 * (phase == "backward"), (1.02 if phase == "forward" else 1.05) * math.exp(0.2 * (u - 0.3)))
+            for u in shares for phase in ("forward", "backward")]  # fmt: skip
+    found = trained.in_step([*rows, ("forward", 0.3, 1.6)])
+    assert found["slope"] == pytest.approx(0.2, abs=0.05) and found["utilisation"] == pytest.approx(0.37, abs=0.02)
+    assert found["backward"] / found["forward"] == pytest.approx(1.02, abs=0.01)
+    falling = trained.in_step([(phase, u, 1.05 - 0.2 * (u - 0.35)) for phase, u, _ in rows])
+    assert falling["slope"] == 0.0 and falling["forward"] == pytest.approx(1.05, abs=0.02)
+    assert trained.in_step(rows[:4]) == {}
 
 
 def test_plans_that_need_the_same_kernels_are_compiled_by_one_process():
