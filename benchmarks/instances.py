@@ -11,6 +11,7 @@ import numpy as np
 from costmodel.calibration import Calibration, fit
 from costmodel.cluster import Cluster, Device, LinkTier
 from costmodel.compute import roofline_seconds
+from costmodel.memory import COMMUNICATOR_BYTES
 from costmodel.model import LayerGroup, Model, Sequence, TableGroup
 from costmodel.ops import COLLECTIVES, op
 from costmodel.samples import Environment, Sample
@@ -26,7 +27,7 @@ def instance(seed: int) -> ResolvedScenario:
     """Two to eight ranks, two or three regions with a choice, two table groups with a choice, and a memory budget from ample to none."""
     rng = np.random.default_rng(seed)
     hosts, per_host = [(1, 2), (1, 4), (2, 2), (2, 4)][rng.integers(4)]
-    memory = float(rng.choice([0.12, 0.3, 0.5, 0.8, 1.5, 4.0])) * 1e9 + 1.8e9
+    memory = float(rng.choice([0.12, 0.3, 0.5, 0.8, 1.5, 4.0])) * 1e9 + 1.0e9 + 3 * COMMUNICATOR_BYTES
     device = Device(
         name="small",
         kind="gpu",

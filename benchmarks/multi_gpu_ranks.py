@@ -86,11 +86,20 @@ class Calibrating:
             self.notes["uneven"].append([num_bytes, share, timing.seconds])
 
     def exchanged(self, found: dict[str, tuple[float, float, float]]) -> None:
-        """What the main thread spends on a sparse exchange, as constants of `costmodel.hosttime`."""
+        """What the main thread spends on a sparse exchange."""
         self.notes["exchange_host"] = found
-        for phase, (fixed, group, shard) in found.items():
-            for what, seconds in (("", fixed), (":group", group), (":shard", shard)):
-                self.session.keep(f"{CONSTANT_PREFIX}host", "step", {}, summarize([seconds]), variant=f"exchange:{phase}{what}")
+        self.hosts({f"exchange:{phase}{what}": seconds for phase, parts in found.items() for what, seconds in zip(("", ":group", ":shard"), parts)})
+
+    def units(self) -> None:
+        """What FSDP2 does around a unit's collectives."""
+        self.keep(collectives.unit_timings(self.meshes, repeats=6 if self._gpu else 4))
+        if self._gpu:
+            self.hosts(collectives.unit_hosts(self.session.samples))
+
+    def hosts(self, figures: dict[str, float]) -> None:
+        """Constants of `costmodel.hosttime`."""
+        for name, seconds in figures.items():
+            self.session.keep(f"{CONSTANT_PREFIX}host", "step", {}, summarize([seconds]), variant=name)
 
     def beside(self, found: Iterator[contention.Beside], transport: str) -> None:
         """The share of NCCL's own choice of CTAs, and of no CTA at all, become constants."""
@@ -127,7 +136,7 @@ def calibrate(job: Calibrating) -> None:
     job.part("collectives", lambda: job.keep(collectives.collective_timings(meshes, sizes=collectives.QUICK_SIZES, seconds=0.03)))
     if cuda:
         job.part("uneven", lambda: job.uneven(collectives.uneven_timings(meshes)))
-    job.part("units", lambda: job.keep(collectives.unit_timings(meshes, repeats=6 if cuda else 4)))
+    job.part("units", job.units)
     job.part("shards", lambda: job.exchanged(exchange.host_seconds(meshes)))
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if cuda else ("all_gather",)
     job.part("contention", lambda: job.beside(contention.beside_compute(meshes, repeats=5 if cuda else 1, kinds=kinds), "nccl" if cuda else "gloo"))

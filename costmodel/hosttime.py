@@ -13,6 +13,7 @@ What the interpreter spends on a block hardly depends on how much the block comp
     lookup, update                          one table group: every micro-batch, every step
     optimizer, tensor                       a step, and each parameter tensor
     input, other                            a micro-batch taken, a step's rest
+    fsdp_gather, fsdp_reduce                an FSDP unit's gather, its reduction; and each parameter tensor of it (`:tensor`)
     exchange:forward, exchange:backward     a micro-batch of a sparse group; each table group (`:group`), each shard of the group (`:shard`)
 
 Layers whose time was not seen here have that of the launches of their ops (`costmodel.pricer`).
@@ -92,5 +93,8 @@ class HostTimes:
         if one.kind == "adamw":
             fixed, each = self.get("optimizer"), self.get("tensor")
             return None if fixed is None or each is None else fixed + each * one.feature("tensors")
+        if one.kind in ("fsdp_gather", "fsdp_reduce"):
+            fixed, each = self.get(one.kind), self.get(f"{one.kind}:tensor")
+            return None if fixed is None or each is None else one.count * (fixed + each * one.feature("tensors"))
         each = self.get({"embedding_lookup": "lookup", "embedding_update": "update"}.get(one.kind, ""))
         return None if each is None else each * one.count

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from costmodel.ops import COLLECTIVES
+from costmodel.samples import Sample
 from runtime.mesh import Meshes, all_gather_single, all_to_all, reduce_scatter_single, wait
 from runtime.microbench.timing import CYCLES_PER_SECOND, Run, Timing, summarize
 from runtime.optimizer import build_dense_optimizer
@@ -254,6 +255,19 @@ def unit_timings(meshes: Meshes, *, repeats: int, depth: int = 4) -> Iterator[tu
                                                  [max(h - gather_host, 1e-7) for h in hosts[1]] if cuda else None)
         local = sum(p.to_local().numel() for p in model.parameters())
         yield "adamw", {"parameters": float(local), "tensors": float(tensors * depth)}, summarize(update, hosts[2])
+
+
+def unit_hosts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Main-thread seconds of `fsdp_gather` and `fsdp_reduce` among the samples of `unit_timings`, and of each tensor (`:tensor`)."""
+    found = {}
+    for kind in ("fsdp_gather", "fsdp_reduce"):
+        points = [(s.features["tensors"], s.host_seconds) for s in samples if s.op == kind and s.host_seconds]
+        if len({tensors for tensors, _ in points}) > 1:
+            tensors, seconds = np.array(points).T
+            each, _ = np.polyfit(tensors, seconds, 1)
+            each = max(float(each), 0.0)
+            found |= {kind: max(float(np.median(seconds - each * tensors)), 0.0), f"{kind}:tensor": each}
+    return found
 
 
 def _send(units: list, timer: PhaseTimer) -> None:

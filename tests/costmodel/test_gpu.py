@@ -9,9 +9,10 @@ from costmodel.blocks.measured import block_features
 from costmodel.calibration import Calibration, fit
 from costmodel.estimate import estimate
 from costmodel.gpu import Piece, Steady, block_key, has_lead, launches, played, timed_ops, without_launches
+from costmodel.hosttime import HostTimes
 from costmodel.lower import batch_shape, lower
 from costmodel.model import LayerGroup
-from costmodel.ops import BACKWARD, FORWARD, KINDS
+from costmodel.ops import BACKWARD, FORWARD, KINDS, STEP, op
 from costmodel.plan import Plan
 from costmodel.pricer import Pricer
 from costmodel.regions import regions
@@ -70,6 +71,12 @@ def test_an_exchange_costs_the_host_what_was_measured():
     assert sum(t.host_seconds for t in lowered.graph.tasks if t.name in names) == pytest.approx(wanted)
     gained = estimate(plan, known).phases["sparse"].value - estimate(plan, without).phases["sparse"].value
     assert 0.5 * wanted < gained < 1.1 * wanted
+
+
+def test_a_unit_of_fsdp_costs_the_host_by_its_tensors():
+    known = HostTimes({"host/fsdp_gather": 1e-3, "host/fsdp_gather:tensor": 1e-5})
+    assert known.op(op("fsdp_gather", parameters=1e6, tensors=20, count=2), STEP) == pytest.approx(2 * 1.2e-3)
+    assert known.op(op("fsdp_reduce", parameters=1e6, tensors=20), STEP) is None
 
 
 def test_a_host_that_reads_split_sizes_has_no_lead():

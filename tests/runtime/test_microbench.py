@@ -14,9 +14,10 @@ from costmodel.blocks.measured import measured_block_ops
 from costmodel.model import LayerGroup, Sequence
 from costmodel.plan import Layout
 from costmodel.regions import default_region_plans
-from costmodel.samples import BLOCK_PREFIX, read_samples
+from costmodel.samples import BLOCK_PREFIX, Sample, read_samples
 from runtime.microbench import blocks, cases, steps, timing
 from runtime.microbench.__main__ import main
+from runtime.microbench.collectives import unit_hosts
 from runtime.microbench.requests import HELD_OUT_EVERY, Request, requests
 
 CPU = torch.device("cpu")
@@ -174,3 +175,12 @@ def test_two_ranks_time_collectives_and_units(tmp_path):
     assert all(s.active_ranks == 2 and math.isfinite(s.seconds) for s in samples)
     sizes = sorted((s.features["bytes"], s.seconds) for s in by_kind["all_reduce"])
     assert sizes[-1][1] > sizes[0][1]
+
+
+def test_the_hosts_time_of_a_unit_by_its_tensors():
+    points = [Sample(op=kind, phase="step", features={"parameters": 1e6, "tensors": tensors}, seconds=1e-5, host_seconds=1e-3 + slope * tensors)
+              for kind, slope in (("fsdp_gather", 2e-5), ("fsdp_reduce", 0.0)) for tensors in (2.0, 4.0, 12.0)]
+    found = unit_hosts(points)
+    expected = {"fsdp_gather": 1e-3, "fsdp_gather:tensor": 2e-5, "fsdp_reduce": 1e-3, "fsdp_reduce:tensor": 0.0}
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert unit_hosts(points[:1]) == {}
