@@ -52,7 +52,6 @@ from runtime.model import GEM
 from runtime.model.experts import ExpertPool
 from runtime.phases import PhaseTimer
 from runtime.precision.attention import use_fp8_attention
-from runtime.precision.fused import fuse_quantisation
 from runtime.precision.gather import ShardFormat
 from runtime.precision.linear import use_low_precision
 from runtime.precision.saved import QUANTIZED_POLICIES, quantize_saved
@@ -151,7 +150,6 @@ def block_options(model: GEM, plan: Plan) -> list[tuple[nn.Module, RegionOption]
             if option.precision in LOW_PRECISIONS:
                 device = next(block.parameters()).device
                 use_low_precision(block, option.precision, device=device, options=plan.recipe, region=name)
-                fuse_quantisation(block)
                 if "fp8_attention" in plan.recipe:
                     use_fp8_attention(block, device=device, region=name)
             found.append((block, option))

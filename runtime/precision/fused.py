@@ -58,8 +58,7 @@ class _Gelu(torch.autograd.Function):
 
 
 def fuse_quantisation(block: nn.Module) -> None:
-    """From now on norms and GELUs in front of row-wise fp8 layers of `block` quantise for them, where they can. In place, after `use_low_precision`
-    and before what keeps or recomputes activations."""
+    """From now on norms and GELUs in front of row-wise fp8 layers of `block` quantise for them, where they can. In place."""
     for part in block.modules():
         for kind, pairs in NORMS.items():
             for norm, layer in pairs if isinstance(part, kind) else ():

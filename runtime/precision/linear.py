@@ -160,7 +160,7 @@ for _name, _run, _fake in (("low_precision_linear", _linear, _linear_fake),
 
 def direct(x: Tensor) -> bool:
     """Whether nobody looks at operators: no trace and no policy over them. Their way through the dispatcher costs as much as two launches."""
-    return x.is_cuda and type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and x.is_cuda and type(x) is Tensor and not torch._C._len_torch_dispatch_stack()
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -282,7 +282,8 @@ class LowPrecisionLinear(nn.Linear):
 
 
 def use_low_precision(block: nn.Module, precision: str, *, device: torch.device, options: tuple[RecipeOption, ...] = (), region: str = "") -> None:
-    """Every linear layer of `block` computes under `precision` from now on. In place; call it before the block is sharded.
+    """Every linear layer of `block` computes under `precision` from now on, and what is in front of it quantises for it where it can. In place; call
+    it before the block is sharded and before what keeps or recomputes activations.
 
     Raises ValueError with the region and the reason where a layer's shape cannot run under it, or where there is none.
     """
@@ -303,3 +304,6 @@ def use_low_precision(block: nn.Module, precision: str, *, device: torch.device,
     for layer in layers:
         layer.__class__ = LowPrecisionLinear
         layer.recipe, layer.known_scales, layer.given = recipe, {}, []  # type: ignore[assignment]
+    from runtime.precision.fused import fuse_quantisation  # which needs the layers
+
+    fuse_quantisation(block)
