@@ -126,26 +126,29 @@ def choices(device: str, calibration: Calibration, *, seconds: float, seed: int 
 
 
 def warm(work: Path, device: str) -> threading.Thread:
-    """Begins to compile the kernels of the plans, in processes of their own; fp32 plans wait until `WARMING` is gone. Returns who waits for them."""
+    """Begins to compile the kernels of the plans, in processes of their own; plans wait until the file `warming` of theirs is gone. Returns who waits
+    for them."""
     if not (work / "warm").exists():
         _save_numbered(work / "warm", space.warm_plans(device))
-    (work / WARMING).touch()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(RANKS)))).split(",")
-    children = []
+    children: dict[str, list[subprocess.Popen]] = {}
     for i, path in enumerate(sorted((work / "warm").glob("*.json"))):
         command = [sys.executable, "-m", MODULE, "--device", device, "--warm", str(path)]
         variables = {**os.environ, **SAFE, "CUDA_VISIBLE_DEVICES": visible[i % len(visible)]}
-        children.append(subprocess.Popen(command, env=variables))
+        mark = f"{WARMING}-{Plan.load(path).regions[0].options[0].precision}"
+        (work / mark).touch()
+        children.setdefault(mark, []).append(subprocess.Popen(command, env=variables))
     until, begin = time.time() + WARM_SECONDS, time.time()
 
     def wait() -> None:
-        for child in children:
-            try:
-                child.wait(max(0.1, until - time.time()))
-            except subprocess.TimeoutExpired:
-                child.kill()
-        (work / WARMING).unlink(missing_ok=True)
-        print(f"warm after {time.time() - begin:.1f} s: {[child.poll() for child in children]}", flush=True)
+        for mark, group in sorted(children.items()):
+            for child in group:
+                try:
+                    child.wait(max(0.1, until - time.time()))
+                except subprocess.TimeoutExpired:
+                    child.kill()
+            (work / mark).unlink(missing_ok=True)
+            print(f"{mark}: after {time.time() - begin:.1f} s: {[child.poll() for child in group]}", flush=True)
 
     thread = threading.Thread(target=wait)
     thread.start()

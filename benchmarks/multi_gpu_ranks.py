@@ -40,7 +40,7 @@ import torch.distributed as dist
 from benchmarks import results
 from benchmarks.fidelity_gpu import MEASURED, _empty
 from benchmarks.multi_gpu_guard import LIMIT, Guard
-from benchmarks.multi_gpu_space import BATCHES, PARTS, WARMING, warmed_late
+from benchmarks.multi_gpu_space import BATCHES, PARTS, warming
 from costmodel.codec import content_hash, encode
 from costmodel.plan import Layout, Plan
 from costmodel.runresult import PHASES
@@ -204,10 +204,11 @@ def waiting(work: Path) -> dict[str, Plan]:
 
 
 def _ready(work: Path, name: str, *, patient: bool) -> bool:
-    """Whether the kernels of a plan are compiled; those that take long may still be under way while others run. `patient`: wait for them."""
-    while patient and warmed_late(name) and (work / WARMING).exists():
+    """Whether the kernels of a plan are compiled. Those of fp32 take long, and are waited for only if `patient`; others meanwhile."""
+    mark = work / warming(name)
+    while mark.exists() and (patient or mark.name != warming("full-fp32")):
         time.sleep(0.1)
-    return not (warmed_late(name) and (work / WARMING).exists())
+    return not mark.exists()
 
 
 def run_alone(work: Path, plans: dict[str, Plan], device: torch.device, guard: Guard, *, until: float, steps: int | None, patient: bool) -> None:

@@ -125,9 +125,9 @@ def _share(plan: Plan) -> Plan:
                                tables=tuple(TablePlacement(table=n, sharding="table_wise", ranks=(0,)) for n in names))
 
 
-def warmed_late(name: str) -> bool:
-    """Whether a plan needs kernels that compile for long: those of fp32."""
-    return subject(name) == "full-fp32"
+def warming(name: str) -> str:
+    """The file that is there while the kernels of a plan are compiled; nothing waits for the few of `tables`."""
+    return f"{WARMING}-{ {'full': 'bf16', 'full-fp32': 'fp32'}.get(subject(name), subject(name)) }"
 
 
 def subject(name: str) -> str:
