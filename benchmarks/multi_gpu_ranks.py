@@ -355,6 +355,8 @@ def _together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
         "step_s": statistics.median(sums), "steps_s": sums, "losses": everyone[0]["losses"], "memory_bytes": memory,
         "device_s": {name: statistics.median(step[name] for step in steps) for name in PHASES},
         "host_s": {name: statistics.median(step[name] for step in host) for name in PHASES},
+        "ranks": [{key: {name: statistics.median(step[name] for step in one[key]) for name in PHASES} for key in ("steps", "host")}
+                  for one in everyone],
         "exposed_s": statistics.fmean(t["exposed_s"] for t in traces) if all(traces) else None,
         "context_bytes": largest([one["context_bytes"] for one in everyone]), "traces": traces,
         **{key: max(one[key] for one in everyone) for key in ("ready_s", "trained_s", "wall_s")},
