@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -404,11 +405,17 @@ def table_keys(table: TableGroup, batch: Batch) -> Tensor:
     ids = batch.ids[table.name]
     if table.count == 1:
         return ids
-    first = torch.arange(table.count, device=ids.device) * table.rows
+    first = _first_keys(table.count, table.rows, ids.device)
     if table.pooling == "sequence":
         return (ids.view(table.count, -1) + first.unsqueeze(1)).flatten()
     ends = batch.offsets[table.name][::batch.num_samples] if batch.num_samples else batch.offsets[table.name].new_zeros(table.count + 1)
     return ids + torch.repeat_interleave(first, ends.diff(), output_size=ids.numel())
+
+
+@functools.cache
+def _first_keys(count: int, rows: int, device: torch.device) -> Tensor:
+    """The key of each table's row 0, `(count,)`."""
+    return torch.arange(count, device=device) * rows
 
 
 def expand(rows: Tensor, index: Tensor, offsets: Tensor | None, table: TableGroup) -> Tensor:

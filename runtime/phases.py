@@ -1,8 +1,8 @@
 """Phase timers of a training step: disjoint by construction, summing to the step.
 
 One clock and a stack. Entering a phase credits the time since the last boundary to the phase below and starts the new one; leaving
-does the reverse. What no phase claims is `other`. On CUDA a boundary is an event on the current stream, so that a phase's time is
-what the stream spent there, including the time it stood idle because the host was late, and nothing waits for the device inside the step:
+does the reverse. What no phase claims is `other`. On CUDA a boundary is an event on the stream where the step began, so that a phase's time is
+what that stream spent there, including the time it stood idle because the host was late, and nothing waits for the device inside the step:
 events of a step are read when a later step asks, after they have completed. A step there begins where the one before it ended, so that the
 host's work between them is not lost; `pause()` where something else runs between two steps. The host's own clock at the same boundaries gives
 `host`: the time that the main thread spent in each phase, waits for the device included. `failed_in`: the phases, outermost first, that an exception
@@ -32,6 +32,8 @@ class PhaseTimer:
         self._boundaries: list[_Boundary] = []
         self._steps: list[list[_Boundary]] = []
         self._last: _Boundary | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._events: list[torch.cuda.Event] = []  # to be recorded again
         self.host: list[dict[str, float]] = []
         self.failed_in = ""
 
@@ -39,13 +41,15 @@ class PhaseTimer:
         """`name` begins now."""
         if not self._cuda:
             return name, None, time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
         return name, event, time.perf_counter()
 
     def start_step(self) -> None:
         assert not self._stack, f"step started inside {self._stack}"
         self._stack = ["other"]
+        if self._cuda:
+            self._stream = torch.cuda.current_stream()
         self._boundaries = [("other", *self._last[1:]) if self._last is not None else self._mark("other")]
 
     @contextlib.contextmanager
@@ -106,6 +110,8 @@ class PhaseTimer:
             steps = self._steps.pop(0)
             self.host.append(_durations(steps, lambda begin, end: end[2] - begin[2]))
             done.append(_durations(steps, lambda begin, end: begin[1].elapsed_time(end[1]) * 1e-3) if self._cuda else dict(self.host[-1]))
+            if self._cuda:
+                self._events += [event for _, event, _ in steps[:-1]]  # the last one is the next step's first
         return done
 
 
