@@ -127,8 +127,11 @@ def backward(
 
         _hopper_launch.backward_pair(grad, q, k, v, out, lse, dq, dk, dv, offsets, options, max_q)
         return dq, dk, dv, None, None
-    zero_unowned(offsets[0], dq)
-    zero_unowned(offsets[1], dk, dv)
+    if offsets[0] is offsets[1] and dq.shape[0] == dk.shape[0]:
+        zero_unowned(offsets[0], dq, dk, dv)
+    else:
+        zero_unowned(offsets[0], dq)
+        zero_unowned(offsets[1], dk, dv)
     delta = _softmax_delta(grad, out) if options.kind == "softmax" else lse
     maxima = (_bucket(max_q), _bucket(max_k))
     if path.startswith("hopper"):

@@ -3,7 +3,12 @@
 Tile slots. A sequence of rows `[o_b, o_{b+1})` owns the slots from `o_b // BM + b` up to the next sequence's first slot. That is never
 fewer than its `ceil(length / BM)` tiles, so the number of slots, `total // BM + B`, is known on the host and no prefix sum is
 needed; a slot past its sequence's tiles is empty and its program returns at once.
+
+A map of a sequence with itself is kept beside its offsets: the layers of a step, and their backward, ask for the same one.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -16,8 +21,25 @@ SEARCH = 256  # slots per program of the map kernel: one warp-wide binary search
 RANKED = 4096  # above so many sequences the longest one is small beside the whole, and ranking (quadratic) would cost more than it saves
 
 
+def _kept(offsets: Tensor, key: tuple, make: Callable[[], Any]) -> Any:
+    """What `make` makes of offsets alone, made once for these offsets: kept as an attribute, gone when they are or when they change."""
+    if offsets.is_inference():  # whose changes are not counted
+        return make()
+    maps = offsets.__dict__.setdefault("_maps", {})
+    key = (*key, offsets._version)
+    if key not in maps:
+        maps[key] = make()
+    return maps[key]
+
+
 def tile_map(offsets: Tensor, rows: int, block: int, out: Tensor | None = None) -> Tensor:
     """`(rows // block + B,)` int32: the sequence that owns each slot, -1 before the first. Zeroes `out`'s rows no sequence owns."""
+    if out is not None:
+        return _tile_map(offsets, rows, block, out)
+    return _kept(offsets, ("slots", rows, block), lambda: _tile_map(offsets, rows, block, None))
+
+
+def _tile_map(offsets: Tensor, rows: int, block: int, out: Tensor | None) -> Tensor:
     num_slots = rows // block + offsets.shape[0] - 1
     slots = torch.empty(num_slots, dtype=torch.int32, device=offsets.device)
     width = 0 if out is None else out.shape[1] * out.shape[2]
@@ -31,14 +53,23 @@ def tile_map(offsets: Tensor, rows: int, block: int, out: Tensor | None = None) 
 
 
 def zero_unowned(offsets: Tensor, *tensors: Tensor) -> None:
-    """Zero the rows of contiguous `(rows, H, D)` tensors outside `[offsets[0], offsets[-1])`; usually there are none."""
-    for x in tensors:
-        width = x.shape[1] * x.shape[2]
-        run(_zero_kernel, (16,), offsets, x, offsets.shape[0] - 1, x.shape[0], width, next_power_of_2(max(width, 1)), num_warps=4)
+    """Zero the rows of one to three contiguous `(rows, H, D)` tensors outside `[offsets[0], offsets[-1])`; usually there are none."""
+    first, second, third = (*tensors, *(tensors[-1],) * (3 - len(tensors)))
+    widths = [x.shape[1] * x.shape[2] for x in (first, second, third)]
+    run(
+        _zero_kernel, (16,), offsets, first, second, third, offsets.shape[0] - 1, first.shape[0], *widths,
+        COUNT=len(tensors), WIDTH=next_power_of_2(max(*widths, 1)), num_warps=4,
+    )  # fmt: skip
 
 
 def longest_first(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
     """`(B,)` int32: sequences by falling Lq * Lk, ties by index, so that the programs that take longest start first."""
+    if q_offsets is not k_offsets:
+        return _longest_first(q_offsets, k_offsets)
+    return _kept(q_offsets, ("longest",), lambda: _longest_first(q_offsets, k_offsets))
+
+
+def _longest_first(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
     num = q_offsets.shape[0] - 1
     order = torch.empty(num, dtype=torch.int32, device=q_offsets.device)
     if num > RANKED:
@@ -59,8 +90,15 @@ def _zero_rows(out, first, last, rows, width, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num", "rows"])
-def _zero_kernel(offsets, out, num, rows, width, WIDTH: tl.constexpr):
-    _zero_rows(out, tl.load(offsets).to(tl.int32), tl.load(offsets + num).to(tl.int32), rows, width, WIDTH)
+def _zero_kernel(
+    offsets, out, second, third, num, rows, width, second_width, third_width, COUNT: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    begin, end = tl.load(offsets).to(tl.int32), tl.load(offsets + num).to(tl.int32)
+    _zero_rows(out, begin, end, rows, width, WIDTH)
+    if COUNT > 1:
+        _zero_rows(second, begin, end, rows, second_width, WIDTH)
+    if COUNT > 2:
+        _zero_rows(third, begin, end, rows, third_width, WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num", "rows"])
@@ -109,6 +147,12 @@ def ranked_tiles(q_offsets: Tensor, k_offsets: Tensor, rows: int, block: int, ou
     Sequences stand by falling Lq * Lk, so programs that take every n-th tile carry nearly equal work. Up to `RANKED` sequences.
     Zeroes `out`'s rows that no sequence owns.
     """
+    if out is not None or q_offsets is not k_offsets:
+        return _ranked_tiles(q_offsets, k_offsets, rows, block, out)
+    return _kept(q_offsets, ("ranked", rows, block), lambda: _ranked_tiles(q_offsets, k_offsets, rows, block, None))
+
+
+def _ranked_tiles(q_offsets: Tensor, k_offsets: Tensor, rows: int, block: int, out: Tensor | None) -> tuple[Tensor, Tensor]:
     num = q_offsets.shape[0] - 1
     tiles = torch.empty((rows // block + num, 2), dtype=torch.int32, device=q_offsets.device)
     count = torch.empty(1, dtype=torch.int32, device=q_offsets.device)

@@ -66,12 +66,12 @@ class _Run:
         found: list[Tensor | None] = []
 
         def pack(tensor: Tensor) -> int:
-            found.append(tensor.detach())
+            found.append(tensor.detach() if tensor.requires_grad else tensor)  # offsets stay the object that maps are kept at
             if len(found) == self.count:
                 raise _Stop
             return len(found) - 1
 
-        args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in self.args]
+        args = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.requires_grad else a for a in self.args]
         with contextlib.suppress(_Stop), torch.enable_grad(), keeping.replay(self.tape), saved_tensors_hooks(pack, _never):
             self.forward(*args)
         self.args, self.tape = (), None

@@ -58,6 +58,21 @@ def check_blocks() -> None:
     _compare("block backward", _block_triton.backward(grad, q, k, v, edges, 32, True, 0.3), truth)
 
 
+def check_kept_maps() -> None:
+    """Sequences with themselves: maps are kept beside the offsets, and made anew when those change."""
+    q, _, _, grad, (edges, _) = _inputs(kv_heads=1)
+    k, v = (torch.randn(q.shape[0], 1, 16) for _ in range(2))
+    options = AttentionOptions(kind="softmax", causal=True, window=0, scale=0.3, divisor=1.0)
+    for change in (0, 0, 2):
+        edges[-1] += change
+        own, tiles = (edges, edges), Tiles(m=32, n=32, warps=4, stages=1, split=False)
+        truth = _attention_cpu.backward(grad, q, k, v, *_attention_cpu.forward(q, k, v, own, NO_BIAS, options), own, NO_BIAS, options)
+        out, lse = _attention_triton.forward(q, k, v, own, NO_BIAS, options, max_q=44, max_k=44, tiles=tiles)
+        found = _attention_triton.backward(grad, q, k, v, out, lse, own, NO_BIAS, options, max_q=44, max_k=44, tiles=tiles, path="split")
+        _compare("kept maps", found, truth)
+    assert len(edges._maps) == 3  # edges += 0 counts as a change
+
+
 def check_fp8(kind: str, causal: bool) -> None:
     """Quantised queries and keys bit by bit; outputs as near as rounded weights allow (the CPU path does not round them)."""
     q, k, v, _, edges = _inputs(kv_heads=1)
@@ -85,6 +100,7 @@ def main() -> int:
     check_attention("softmax", True, 15, "wide", split=True)
     check_attention("gelu", False, 0, "wide", split=True)
     check_blocks()
+    check_kept_maps()
     check_fp8("softmax", True)
     check_fp8("silu", False)
     return 0
