@@ -37,7 +37,7 @@ def launch(kernel: Any, grid: int, args: tuple, constants: tuple, *, num_warps: 
     known = (id(kernel), index, num_warps, constants, key, *options.items())  # kernels are modules' globals: they stay
     found = _compiled.get(known)
     # a pointer off 16 bytes needs another kernel: left to Triton
-    if found is None or not DIRECT or any(a.data_ptr() & 15 for a in args if isinstance(a, Tensor)):
+    if found is None or not DIRECT or any([a.data_ptr() & 15 for a in args if isinstance(a, Tensor)]):
         made = kernel[(grid,)](*args, *constants, num_warps=num_warps, **options)
         if made is not None and not any(a.data_ptr() & 15 for a in args if isinstance(a, Tensor)):  # None: interpreted
             _compiled[known] = _entry(made)
