@@ -99,7 +99,9 @@ def report(work: Path, device: str, *, out: Path) -> Path:
     if not several and not links:
         raise SystemExit(f"{work}: no plan on several ranks has run yet and no link was timed; failed: {'; '.join(failed) or 'none'}")
     rows = [*(plan_rows(ran) if several else [_none_row(work), *map(_plan_row, ran)]), *links]
-    what = space.describe() if device == "cuda" else "The plans of several GPUs, shrunk, on two CPU ranks"
+    names = [one.name for one in ran] or json.loads((work / "plans.json").read_text())
+    plans = {name: Plan.load(work / name / "plan.json") for name in names}
+    what = space.describe(plans) if device == "cuda" else "The plans of several GPUs, shrunk, on two CPU ranks"
     intro = (f"{what}. Every plan was predicted before it ran; nothing of a run entered the calibration. Batches were built beforehand and repeated, "
              f"and the predictions leave the loader out. Exposed communication is what the devices' traces show of collectives with nothing beside "
              f"them. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip

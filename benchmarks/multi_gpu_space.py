@@ -186,9 +186,14 @@ def _tiny_workload(workload: Workload) -> Workload:
     return dataclasses.replace(workload, lengths=lengths, source=EventSource(num_events=2000))
 
 
-def describe() -> str:
-    """One paragraph for the report."""
-    return ("gem-full (bf16, global batch 192, histories of about 925 events; fp32, global batch 16) and a model of 97 tables and one layer "
-            "(bf16, global batch 2048) on two H200: FSDP, DDP, expert parallelism by all-gather and by all-to-all, a sparse group over both, "
+def describe(plans: dict[str, Plan]) -> str:
+    """One paragraph for the report of these plans."""
+    words = {}
+    for name, plan in plans.items():
+        lengths = next(iter(plan.workload.lengths.values()))
+        precision = "fp32" if subject(name) == "full-fp32" else "bf16"
+        words.setdefault(subject(name), f"{plan.model.name} ({precision}, global batch {plan.workload.global_batch}, histories of about "
+                                        f"{lengths.mean():.0f} events)")
+    return (f"{', '.join(words.values())} on two H200: FSDP, DDP, expert parallelism by all-gather and by all-to-all, a sparse group over both, "
             "plain and fully sharded 2D, recomputation none, selective and full, two micro-batches with ids ahead; the planner's first and "
             "second choice for gem-full; and each workload on one of the GPUs")

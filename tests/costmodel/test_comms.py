@@ -17,7 +17,7 @@ from costmodel.comms_curves import CollectiveCurve, fit_curves, one_host_seconds
 from costmodel.comms_import import parse_csv, parse_nccl_tests, read_collectives
 from costmodel.ops import COLLECTIVES
 from costmodel.plan import Layout
-from costmodel.samples import Environment, Sample
+from costmodel.samples import CONSTANT_PREFIX, Environment, Sample
 
 GPU = Device(name="unlisted", kind="gpu", peak_flops={"bf16": 989e12}, memory_bytes=141e9, memory_bandwidth=4.8e12, num_sms=132)
 CORE = Device(name="core", kind="cpu", peak_flops={"fp32": 1e11}, memory_bytes=8e9, memory_bandwidth=1e10)
@@ -221,6 +221,20 @@ def test_a_measured_share_replaces_the_formula():
     chosen = contention.transport("nccl")
     assert contention.compute_share("all_gather", 1e9, 1e-3, GPU, chosen, {"collective_share/nccl/all_gather": 0.25}) == 0.25
     assert 0.3 < contention.compute_share("all_gather", 2 * 2**30, 3.89e-3, GPU, chosen) < 0.4
+
+
+def test_copy_engines_have_the_curve_and_the_share_that_were_measured_for_them():
+    host, group, sizes = cluster(hosts=1, per_host=2), GroupShape(size=2), [2.0**e for e in (20, 24, 28, 31)]
+    rates, shares = {"": 550e9, "copy_engine": 630e9}, {"nccl": 0.28, "copy_engine": 0.06}
+    samples = [Sample(op="all_gather", variant=v, phase="step", features={"bytes": b, "group": 2.0}, seconds=1e-5 + b / r)
+               for v, r in rates.items() for b in sizes]
+    samples += [Sample(op=f"{CONSTANT_PREFIX}collective_share", variant=f"{t}/all_gather", phase="step", features={}, seconds=s)
+                for t, s in shares.items()]
+    known = fit(Environment(device_name="unlisted", device_kind="cuda"), samples, device=GPU)
+    for name, variant in (("nccl", ""), ("copy_engine", "copy_engine")):
+        found = Network(host, known, name).cost("all_gather", 2.0**28, group)
+        assert found.seconds == pytest.approx(1e-5 + 2.0**28 / rates[variant]) and found.share == shares[name] and found.source == "measured"
+    assert Network(host, known, "copy_engine").cost("reduce_scatter", 2.0**28, group) == Network(host, known).cost("reduce_scatter", 2.0**28, group)
 
 
 def test_gloo_on_a_cpu_uses_its_calibrated_curve():
