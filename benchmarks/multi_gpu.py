@@ -96,18 +96,31 @@ def predict(work: Path, device: str, calibration: Calibration, *, search_seconds
     made = space.plans(device, RANKS, seed)
     known = without_loader(calibration)
     for name, plan in (made | choices(device, known, seconds=search_seconds, seed=seed)).items():
-        folder = work / name
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "run.json").exists():
-            ran = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, num_steps=space.BATCHES))  # the batches that a run repeats
-            prints = {**plan.expected_fingerprints(), "calibration": calibration.fingerprint}
-            dataclasses.replace(plan, prediction=encode(estimate(ran, known)), fingerprints=prints).save(folder / "plan.json")
+        write(work / name, plan, known, calibration.fingerprint)
     _save_numbered(work / "warm", space.warm_plans(device, seed))
     names = list(made)
     at = names.index("full-ddp")
     names[at:at] = multi_gpu_report.CHOICES
     (work / "plans.json").write_text(json.dumps(names) + "\n")
     return names
+
+
+def write(folder: Path, plan: Plan, known: Calibration, fingerprint: str) -> None:
+    """The plan with what `known` predicts of it, unless it has a result; fingerprint: of the whole calibration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "run.json").exists():
+        return
+    ran = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, num_steps=space.BATCHES))  # the batches that a run repeats
+    prints = {**plan.expected_fingerprints(), "calibration": fingerprint}
+    dataclasses.replace(plan, prediction=encode(estimate(ran, known)), fingerprints=prints).save(folder / "plan.json")
+
+
+def predict_again(work: Path) -> None:
+    """Fits what `work` holds by now and predicts its plans anew, before they run."""
+    calibration = refit(work, cluster_of(work, "cuda"))
+    known = without_loader(calibration)
+    for path in sorted(work.glob("*/plan.json")):
+        write(path.parent, Plan.load(path), known, calibration.fingerprint)
 
 
 def choices(device: str, calibration: Calibration, *, seconds: float, seed: int | None = None) -> dict[str, Plan]:

@@ -3,6 +3,7 @@
     ops          a rank's own share of the subjects' ops, on its own device
     alone        plans of one rank, dealt to the ranks
     collectives  collectives, even and uneven, what FSDP2 and the sparse exchange do around them, contention
+    predict      the plans anew, from the samples that are there by then
     plans        those of all ranks, in the order of plans.json
     links        copies from the host, an all-gather by the copy engines, contention by CTAs
 
@@ -434,6 +435,20 @@ def _say(text: str, rank: int = 0) -> None:
         print(text, flush=True)
 
 
+def _predict(work: Path, rank: int) -> None:
+    """Rank 0 predicts the plans from what this job has measured; where it cannot, the predictions that they came with stay."""
+    from benchmarks.multi_gpu import predict_again
+
+    begin = time.perf_counter()
+    if rank == 0:
+        try:
+            predict_again(work)
+        except Exception:
+            traceback.print_exc()
+    dist.barrier(mesh.background_group())
+    _say(f"predicted anew: {time.perf_counter() - begin:.1f} s", rank)
+
+
 def _parts(options: argparse.Namespace, device: torch.device) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parts, work, until = options.parts, options.work, options.until
@@ -454,6 +469,9 @@ def _parts(options: argparse.Namespace, device: torch.device) -> None:
             dist.barrier(mesh.background_group())
         elif part == "collectives":
             calibrate(job)
+        elif part == "predict":
+            _predict(work, rank)
+            plans = waiting(work)
         elif part == "plans":
             end = until - sum(RESERVED.get(later, 0.0) for later in parts[number:])
             run(work, plans, device, guard, until=end, steps=options.steps, patient=patient)

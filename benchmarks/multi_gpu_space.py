@@ -28,7 +28,7 @@ SCENARIOS = {"full": "scenarios/gem-2xh200.yaml", "tables": "scenarios/gem-2xh20
 # fp32 on tensor cores' slow side: a twelfth of the batch takes about as long.
 FP32_BATCH = 16
 # Parts of a launch (`benchmarks.multi_gpu_ranks`), and a file that is there while kernels are compiled beside it.
-PARTS, WARMING = ("ops", "alone", "collectives", "plans", "links"), "warming"
+PARTS, WARMING = ("ops", "alone", "collectives", "predict", "plans", "links"), "warming"
 # Different steps of batches that a run repeats.
 BATCHES = 5
 TINY_BATCH = {"full": 8, "tables": 16, "full-fp32": 8}
