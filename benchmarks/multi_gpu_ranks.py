@@ -96,6 +96,11 @@ class Calibrating:
         self.keep(collectives.unit_timings(self.meshes, repeats=6 if self._gpu else 4))
         if self._gpu:
             self.hosts(collectives.unit_hosts(self.session.samples))
+            ranks = self.meshes.world_size
+            replicas = mesh.build_meshes(Layout(ddp=ranks, sparse_group=ranks), self.session.device)
+            whole = [Sample(op=kind, phase="step", features=features, seconds=timing.seconds, host_seconds=timing.host_seconds)
+                     for kind, features, timing in collectives.unit_timings(replicas, repeats=4)]
+            self.hosts({name.replace(":", "@1:") if ":" in name else f"{name}@1": seconds for name, seconds in collectives.unit_hosts(whole).items()})
 
     def hosts(self, figures: dict[str, float]) -> None:
         """Constants of `costmodel.hosttime`."""

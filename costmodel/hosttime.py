@@ -13,7 +13,8 @@ What the interpreter spends on a block hardly depends on how much the block comp
     lookup, update                          one table group: every micro-batch, every step
     optimizer, tensor                       a step, and each parameter tensor
     input, other                            a micro-batch taken, a step's rest
-    fsdp_gather, fsdp_reduce                an FSDP unit's gather, its reduction; and each parameter tensor of it (`:tensor`)
+    fsdp_gather, fsdp_reduce                an FSDP unit's gather, its reduction; and each parameter tensor of it (`:tensor`); where every rank holds
+                                            the unit whole, `fsdp_gather@1`, `fsdp_reduce@1`
     exchange:forward, exchange:backward     a micro-batch of a sparse group; each table group (`:group`), each shard of the group (`:shard`)
 
 Layers whose time was not seen here have that of the launches of their ops (`costmodel.pricer`).
@@ -86,6 +87,11 @@ class HostTimes:
         fixed, group, shard = (self.get(f"exchange:{phase}{what}") for what in ("", ":group", ":shard"))
         return None if fixed is None or group is None or shard is None else fixed + group * groups + shard * shards
 
+    def unit(self, kind: str, tensors: float) -> float | None:
+        """Of an FSDP unit of so many parameter tensors; None where it was not measured."""
+        fixed, each = self.get(kind), self.get(f"{kind}:tensor")
+        return None if fixed is None or each is None else fixed + each * tensors
+
     def op(self, one: Op, phase: str) -> float | None:
         """Of all repetitions of an op outside the regions; None where it was not measured."""
         if one.kind == "bce":
@@ -94,7 +100,7 @@ class HostTimes:
             fixed, each = self.get("optimizer"), self.get("tensor")
             return None if fixed is None or each is None else fixed + each * one.feature("tensors")
         if one.kind in ("fsdp_gather", "fsdp_reduce"):
-            fixed, each = self.get(one.kind), self.get(f"{one.kind}:tensor")
-            return None if fixed is None or each is None else one.count * (fixed + each * one.feature("tensors"))
+            found = self.unit(one.kind, one.feature("tensors"))
+            return None if found is None else one.count * found
         each = self.get({"embedding_lookup": "lookup", "embedding_update": "update"}.get(one.kind, ""))
         return None if each is None else each * one.count

@@ -390,7 +390,7 @@ class _Builder:
         """The copies that make gathered parameters usable."""
         if not self.wrapped:
             return None
-        cost = self.pricer.unit("fsdp_gather", unit.region.block)
+        cost = self.pricer.unit("fsdp_gather", unit.region.block, whole=self.plan.layout.fsdp == 1)
         if self.plan.gather_dtype is not None and unit.precision != "fp32" and self.plan.layout.fsdp > 1:
             cost = summed([cost, self.pricer.ops(self.gather_conversions(unit.region.block), FORWARD)])
         return self.compute(f"unshard {unit.region.name}", cost, phase, unit.region.name, deps=(gather,))
@@ -429,7 +429,7 @@ class _Builder:
         """Reduce-scatter over fsdp, then all-reduce of the shard over ddp, in the plan's reduce_dtype. Takes and returns the ends of the last
         (scatter, both)."""
         block, name, layout = unit.region.block, unit.region.name, self.plan.layout
-        cost = self.pricer.unit("fsdp_reduce", block)
+        cost = self.pricer.unit("fsdp_reduce", block, whole=layout.fsdp == 1)
         done: int | None = self.compute(f"pack gradients {name}", cost, "backward", name, deps=(scattered,))
         shards, width = block.shards(layout.fsdp), float(dtype_bytes(self.plan.reduce_dtype))
         scatter = self.collectives(f"reduce {name}", [("reduce_scatter", width * elements * ranks, axis) for axis, ranks, elements in shards],

@@ -219,11 +219,14 @@ class Pricer:
         used = min(cost.flops / (seconds * compute.peak_flops(self.device, precision)), 1.0)
         return factor * math.exp(slope * (used - constants.get("in_step/utilisation", used)))
 
-    def unit(self, kind: str, block: Block) -> Cost:
-        """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`."""
-        key = (id(block), 0, kind, STEP)
+    def unit(self, kind: str, block: Block, *, whole: bool = False) -> Cost:
+        """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`; `whole`: of one that every rank holds whole."""
+        key = (id(block), int(whole), kind, STEP)
         if key not in self._blocks:
-            self._blocks[key] = self.ops([op(kind, parameters=block.num_parameters, tensors=block.num_tensors)], STEP)
+            cost, host = self.ops([op(kind, parameters=block.num_parameters, tensors=block.num_tensors)], STEP), None
+            if whole:
+                host = self.host.unit(f"{kind}@1", block.num_tensors)
+            self._blocks[key] = cost if host is None else dataclasses.replace(cost, host_seconds=self._mode * host)
         return self._blocks[key]
 
     def _corrected(self, block: Block, batch: BatchShape, cost: Cost, phase: str, precision: str, policy: str = "none") -> Cost:

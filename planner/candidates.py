@@ -142,7 +142,8 @@ class _Bounds:
     def unit_launches(self, i: int, plan: Plan) -> list[float]:
         """Of gathered parameters, of reductions, of the optimizer."""
         prices, found, wrapped = pricer(plan, self.calibration), regions(plan.model, plan.layout), plan.layout.world_size > 1
-        copies = [wrapped * sum(r.count * prices.unit(kind, r.block).host_seconds for r in found) for kind in ("fsdp_gather", "fsdp_reduce")]
+        copies = [wrapped * sum(r.count * prices.unit(kind, r.block, whole=plan.layout.fsdp == 1).host_seconds for r in found)
+                  for kind in ("fsdp_gather", "fsdp_reduce")]
         elements = sum(r.count * r.block.sharded_elements(plan.layout.fsdp) for r in found)
         tensors = sum(r.count * r.block.num_tensors for r in found)
         return [*copies, prices.ops([op("adamw", parameters=elements, tensors=tensors)], STEP).host_seconds]

@@ -184,11 +184,12 @@ def _fully_shard(model: GEM, blocks: list[tuple[nn.Module, RegionOption]], *, pl
             module.set_custom_all_gather(gathers[-1])
             module.set_custom_reduce_scatter(TimedReduceScatter(timer))
             if plan.layout.ddp > 1:
-                module.set_all_reduce_hook(_ddp_hook(meshes.dense["ddp"].get_group(), timer))
+                module.set_all_reduce_hook(ddp_hook(meshes.dense["ddp"].get_group(), timer))
     return tuple(gathers)
 
 
-def _ddp_hook(group: dist.ProcessGroup, timer: PhaseTimer):
+def ddp_hook(group: dist.ProcessGroup, timer: PhaseTimer):
+    """What averages a unit's reduced gradients over the replicas in `group`."""
     size = group.size()
 
     def average(gradients: Tensor) -> None:

@@ -24,7 +24,7 @@ from costmodel.samples import Sample
 from runtime.mesh import Meshes, all_gather_single, all_to_all, reduce_scatter_single, wait
 from runtime.microbench.timing import CYCLES_PER_SECOND, Run, Timing, summarize
 from runtime.optimizer import build_dense_optimizer
-from runtime.parallelize import TimedAllGather, TimedReduceScatter
+from runtime.parallelize import TimedAllGather, TimedReduceScatter, ddp_hook
 from runtime.phases import PhaseTimer
 
 QUICK_SIZES = tuple(2**e for e in (6, 10, 13, 16, 18, 20, 22, 23))
@@ -233,6 +233,8 @@ def unit_timings(meshes: Meshes, *, repeats: int, depth: int = 4) -> Iterator[tu
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else torch.float32, reduce_dtype=torch.float32)
         for unit in units:
             fully_shard(unit, mesh=meshes.dense["fsdp"], reshard_after_forward=True, mp_policy=policy)
+            if meshes.layout.ddp > 1:
+                unit.set_all_reduce_hook(ddp_hook(meshes.dense["ddp"].get_group(), timer))
         fully_shard(model, mesh=meshes.dense["fsdp"], reshard_after_forward=True, mp_policy=policy)  # one root, as in the trainer
         x = torch.zeros(1, device=meshes.device, requires_grad=True)
         optimizer = build_dense_optimizer(model.parameters(), lr=1e-3)

@@ -13,7 +13,7 @@ from costmodel.hosttime import HostTimes
 from costmodel.lower import batch_shape, lower
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD, KINDS, STEP, op
-from costmodel.plan import Plan
+from costmodel.plan import Layout, Plan
 from costmodel.pricer import Pricer
 from costmodel.regions import regions
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
@@ -77,6 +77,16 @@ def test_a_unit_of_fsdp_costs_the_host_by_its_tensors():
     known = HostTimes({"host/fsdp_gather": 1e-3, "host/fsdp_gather:tensor": 1e-5})
     assert known.op(op("fsdp_gather", parameters=1e6, tensors=20, count=2), STEP) == pytest.approx(2 * 1.2e-3)
     assert known.op(op("fsdp_reduce", parameters=1e6, tensors=20), STEP) is None
+    plan = build_plan(device=H200, ranks=2, precision="bf16", bandwidth=4e11)
+    figures = {"host/fsdp_gather": 1e-3, "host/fsdp_gather:tensor": 0.0, "host/fsdp_gather@1": 2e-4, "host/fsdp_gather@1:tensor": 0.0}
+    fitted = fit(Environment(device_name=H200.name, device_kind="cuda"), [
+        Sample(op="elementwise", variant="add", phase=FORWARD, features={"m": 1e3, "n": 1e3}, seconds=1e-5),
+        *(Sample(op=f"{CONSTANT_PREFIX}host", variant=name.removeprefix("host/"), phase="step", features={}, seconds=v)
+          for name, v in figures.items()),
+    ], device=H200)
+    for layout, expected in ((Layout(fsdp=2, sparse_group=2), 1e-3), (Layout(ddp=2, sparse_group=2), 2e-4)):
+        tasks = lower(dataclasses.replace(plan, layout=layout), fitted).graph.tasks
+        assert {t.host_seconds for t in tasks if t.name.startswith("unshard")} == {expected}
 
 
 def test_a_host_that_reads_split_sizes_has_no_lead():
