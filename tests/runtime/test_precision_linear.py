@@ -206,3 +206,25 @@ def test_the_pass_before_a_layer_quantises_for_it(kind, monkeypatch):
     for one, other in zip(*grads):
         assert (one.float() - other.float()).norm() < 0.02 * one.float().norm() + 1e-3
     assert not any(m.given for m in fused.modules() if isinstance(m, linear.LowPrecisionLinear))
+
+
+@pytest.mark.parametrize("way", [0, 1, 2])
+def test_products_that_cublas_has_no_kernel_for_are_completed(way, monkeypatch):
+    multiply, tried = torch._scaled_mm, []
+
+    def refuses(a, b, *, bias=None, **options):
+        tried.append((tuple(a.shape), bias is not None))
+        if len(tried) <= way:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul")
+        return multiply(a, b, bias=bias, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuses)
+    linear._ways.clear()
+    a, b = (quantize_factor(torch.randn(n, 64).bfloat16(), "rowwise") for n in (6, 32))
+    bias = torch.randn(32).bfloat16()
+    want = linear.product(a, b, native=False, dtype=torch.bfloat16, bias=bias)
+    for _ in range(2):
+        got = linear.product(a, b, native=True, dtype=torch.bfloat16, bias=bias)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert tried[:way + 1] == [((16, 64), True), ((16, 64), False), ((128, 128), False)][:way + 1] and len(tried) == way + 2
+    linear._ways.clear()
