@@ -2,7 +2,7 @@
 
     python -m benchmarks.train [--device cpu|cuda] [--only STAGE ...] [--resume] [--seconds S]
 
-On the CPU (docs/results/train-cpu): `balance`, `tables`, `soak`, `saving`, `hung`, `exits`, and `speed` at tiny size. On a GPU
+On the CPU (docs/results/train-cpu): `balance`, `input`, `tables`, `soak`, `saving`, `hung`, `exits`, and `speed` at tiny size. On a GPU
 (docs/results/train-h200) `speed` alone, within `--seconds`. Rows are written as soon as a stage is done; `--resume` keeps those of stages that are
 not asked for.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.results import Row
 
-CPU_STAGES = ("balance", "tables", "soak", "saving", "hung", "exits", "speed")
+CPU_STAGES = ("balance", "input", "tables", "soak", "saving", "hung", "exits", "speed")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,11 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _stage(stage: str, work: Path, options: argparse.Namespace) -> Iterable[list[Row]]:
     """Rows as they are known, to be written at once."""
-    from benchmarks import train_balance, train_faults
+    from benchmarks import train_balance, train_faults, train_input
 
     simple: dict[str, Callable[[Path], Iterable[Row]]] = {
-        "balance": lambda _: train_balance.rows(), "tables": _tables, "soak": train_faults.soak, "saving": train_faults.kills_while_saving,
-        "hung": train_faults.hung, "exits": train_faults.exits}
+        "balance": lambda _: train_balance.rows(), "input": train_input.rows, "tables": _tables, "soak": train_faults.soak,
+        "saving": train_faults.kills_while_saving, "hung": train_faults.hung, "exits": train_faults.exits}
     if stage in simple:
         return [list(simple[stage](work))]
     import torch

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import train_speed
+from benchmarks import train_input, train_speed
 from costmodel.lower import model_flops
 from costmodel.regions import regions
 from costmodel.workload import Lengths
@@ -47,3 +47,10 @@ def test_flops_of_a_batch_are_those_that_the_cost_model_expects_of_even_lengths(
     plan = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, lengths=even))
     lengths = {name: np.full(plan.local_batch, spec.maximum) for name, spec in even.items()}
     assert train_speed._flops(plan, lengths) == pytest.approx(model_flops(plan), rel=1e-9)
+
+
+def test_a_loader_of_an_event_file_resumes_and_is_timed(tmp_path):
+    rows = {row.name: row for row in train_input.rows(tmp_path, events=40_000, steps=24)}
+    assert all(row.value > 0 for row in rows.values()) and len(rows) == 6
+    (resumed,) = (row for name, row in rows.items() if "resumes" in name)
+    assert resumed.value == resumed.target == 24 - train_input.RESUMED_AT
