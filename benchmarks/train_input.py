@@ -1,4 +1,4 @@
-"""Histories from event files: how fast they are read and built into batches, whether a loader resumes at a sample, and what training waits for them."""
+"""Histories from event files: how fast they are read and built into batches, whether a loader resumes at a sample, what training waits for them."""
 from __future__ import annotations
 
 import dataclasses
@@ -53,9 +53,9 @@ def rows(work: Path, *, events: int = EVENTS, steps: int = STEPS) -> Iterator[Ro
         mesh.leave()
     assert measured is not None
     step = measured.step_time_s.mean
-    yield Row(name="input: share of a step that waits for batches, built by the caller", value=measured.phases_s["input"] / step, unit="share",
-              better="lower", note=f"measured here, {plan.model.name} on one CPU rank, {step * 1e3:.1f} ms a step; a GPU's host builds in a process of "
-                                   "its own (train-h200: waiting for batches)")
+    yield Row(name="input: share of a step that waits for batches, built by the caller", value=measured.phases_s["input"] / step,
+              unit="share", better="lower", note=f"measured here, {plan.model.name} on one CPU rank, {step * 1e3:.1f} ms a step; a GPU's host "
+                                                 "builds in a process of its own (train-h200: waiting for batches)")
 
 
 def plan_of(path: Path, steps: int) -> Plan:
