@@ -362,6 +362,7 @@ def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Te
 
 
 POOLED_ROWS = 8  # table rows in flight per program
+LISTS = False  # the update by lists of runs of like length, which no GPU has run yet
 BLOCK = 512  # positions per program of step 1
 COMPACT_BLOCK = 1024  # and of step 3; four times as many for more than 2^23 ids, as every program reads the counts of all before it
 PLAN_RUNS, PLAN_PROGRAMS = 1024, 528  # runs per program of step 4 at a time
@@ -398,6 +399,16 @@ def embedding_update_(
         (BLOCK, offsets is not None, check), num_warps=4, key=kinds, debug=check, sanitize_overflow=False,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
+    seed_32 = 0 if seed is None else (seed + 2**31) % 2**32 - 2**31  # only the low 32 bits count
+    scalars = (lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay)
+    if LISTS:
+        from kernels._embedding_lists import update_by_lists
+
+        update_by_lists(
+            weight, state1, state2, grad_out, keys, order, bags, offsets, no_key, scalars, seed_32, optimizer, mean, weight_decay != 0.0,
+            seed is not None, kinds,
+        )  # fmt: skip
+        return
     starts, firsts, sources = (torch.empty(num_ids + 1, dtype=torch.int32, device=ids.device) for _ in range(3))
     rows = torch.empty_like(keys)
     block = COMPACT_BLOCK if num_ids <= 2**23 else 4 * COMPACT_BLOCK
@@ -413,11 +424,10 @@ def embedding_update_(
     launch(_plan_kernel, programs, (starts, rows, counts, long, arrived, shares, programs), (PLAN_RUNS, SHORT, SHARE), num_warps=4, key=kinds)
     block_d = next_power_of_2(dim)
     programs = min(PROGRAMS, cdiv(num_ids, RUNS))
-    seed_32 = 0 if seed is None else (seed + 2**31) % 2**32 - 2**31  # only the low 32 bits count
     launch(
         _update_kernel, programs,
         (weight, state1, state2, grad_out, sources, starts, rows, firsts, offsets, counts, long, arrived, shares, sums,
-         lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed_32, programs),
+         *scalars, seed_32, programs),
         (dim, RUNS, UNROLL, SHARE_ITEMS, SHORT, block_d, mean, GRADIENTS, optimizer, weight_decay != 0.0, seed is not None,
          _accumulator(weight.dtype)),
         num_warps=max(1, block_d // 128), key=kinds,  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers

@@ -14,7 +14,7 @@ from kernels._attention_hopper_pair import hopper_dkdv_kernel, hopper_dq_kernel
 from kernels._attention_hopper_units import hopper_units_kernel
 from kernels._block_hopper import block_backward_kernel
 from kernels._launch import Box, run
-from kernels._tiles import RANKED, longest_first, ranked_tiles, tile_map, zero_unowned
+from kernels._tiles import RANKED, even_ranges, longest_first, ranked_tiles, tile_map, zero_unowned
 
 LOG2E = 1.4426950408889634
 SHORT = 256  # keys at and below which half a block of 128 would be padding on average
@@ -86,12 +86,12 @@ def meta(q: Tensor, options) -> dict:
     }
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: tuple[Tensor, Tensor], options, max_k: int) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: tuple[Tensor, Tensor], options, max_q: int, max_k: int) -> None:
     """Fill `out` and, for softmax, `lse`."""
     rows, heads, head_dim = q.shape
     softmax = options.kind == "softmax"
-    choice = choices.FORWARD.get((head_dim, softmax, max_k <= SHORT, options.causal or options.window > 0))
-    if choice is not None:
+    choice = choices.FORWARD.get((head_dim, softmax, max_q <= SHORT))
+    if choice is not None and max_k <= SHORT and not options.causal and not options.window:
         forward_items(q, k, v, out, lse, offsets, options, choice)
         return
     n, stages = FORWARD_TILES[head_dim, softmax and max_k > SHORT]
@@ -126,18 +126,21 @@ def forward_items(q, k, v, out, lse, offsets, options, choice: tuple[int, int, i
 
 def forward_units(q, k, v, out, lse, offsets, options, choice: tuple[int, int, int, int, int, bool]) -> None:
     """As `forward`, without a mask by position, by tiles of 64 rows; `choice`: keys a block n, stages (n * stages keys stay for an item), consumers,
-    tiles of each in an item, tiles in flight, whether they leave by TMA."""
+    tiles of each in an item (0: a program has whole sequences that follow each other), tiles in flight, whether they leave by TMA."""
     rows, heads, head_dim = q.shape
     softmax = options.kind == "softmax"
     n, stages, consumers, tiles, slots, store = choice
-    items, count = ranked_tiles(*offsets, rows, consumers * 64 * tiles, out)
+    if tiles:
+        items, count = ranked_tiles(*offsets, rows, consumers * 64 * tiles, out)
+    else:
+        items = count = even_ranges(*offsets, heads, num_programs(q.device), out)
     scale = options.scale * LOG2E if softmax else options.scale
     kind = {name: value for name, value in meta(q, options).items() if name in ("KIND", "APPROX")}
     run(
         hopper_units_kernel, (num_programs(q.device),),
         descriptor(q, 64), descriptor(k, n), descriptor(v, n), descriptor(out, 64), out, lse if softmax else out, *offsets, items, count,
         rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), scale, 1.0 / options.divisor,
-        **kind, N=n, D=head_dim, STAGES=stages, CONSUMERS=consumers, TILES=tiles, SLOTS=slots, STORE=store,
+        **kind, N=n, D=head_dim, STAGES=stages, CONSUMERS=consumers, TILES=tiles, SLOTS=slots, STORE=store, RANGES=tiles == 0,
         CONSUMER_REGISTERS=160 if consumers == 3 else 240, **PARTITIONS,
     )  # fmt: skip
 

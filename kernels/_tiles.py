@@ -196,3 +196,45 @@ def _num_tiles(offsets, index, num, TILE: tl.constexpr):
     inside = index < num
     begin = tl.load(offsets + index, mask=inside, other=0)
     return tl.cdiv(tl.load(offsets + index + 1, mask=inside, other=0) - begin, TILE).to(tl.int32)
+
+
+def even_ranges(q_offsets: Tensor, k_offsets: Tensor, heads: int, programs: int, out: Tensor) -> Tensor:
+    """`(programs + 2,)` int32: where each program begins in the list of all sequences of head 0, of head 1, ..., so that all have like work; then the
+    list's length and the number of sequences. Rows that follow each other in memory are read close together in time. Zeroes `out`'s unowned rows.
+    """
+    num = q_offsets.shape[0] - 1
+    starts = torch.empty(programs + 2, dtype=torch.int32, device=q_offsets.device)
+    width = out.shape[1] * out.shape[2]
+    run(
+        _even_ranges_kernel, (heads,), q_offsets, k_offsets, starts, out, num, programs, out.shape[0], width, next_power_of_2(max(width, 1)),
+        next_power_of_2(num), next_power_of_2(programs), num_warps=8,
+    )  # fmt: skip
+    return starts
+
+
+@triton.jit(do_not_specialize=["num", "rows"])
+def _even_ranges_kernel(
+    q_offsets, k_offsets, starts, out, num, programs, rows, width, WIDTH: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    head = tl.program_id(0)
+    heads = tl.num_programs(0)
+    index = tl.arange(0, SIZE)
+    tiles = _num_tiles(q_offsets, index, num, 64).to(tl.int64)
+    blocks = _num_tiles(k_offsets, index, num, 64)
+    work = tl.where(tiles > 0, tiles * blocks + 2 * (tiles + blocks), 0)  # products, and rows to be moved
+    end = tl.cumsum(work, axis=0)
+    total = tl.sum(work, axis=0)
+    high = (end + head * total) * programs
+    low = high - work * programs
+    share = tl.maximum(total * heads, 1)  # program p begins with the sequence that holds p / programs of all work
+    first = ((low + share - 1) // share).to(tl.int32)
+    last = ((high + share - 1) // share).to(tl.int32)
+    for place in range(0, tl.max(last - first, axis=0)):
+        tl.store(starts + first + place, head * num + index, mask=first + place < last)
+    if head == 0:
+        lane = tl.arange(0, PROGRAMS)
+        tl.store(starts + lane, num * heads + lane * 0, mask=(lane < programs) & (total == 0))
+        tl.store(starts + programs, num * heads)
+        tl.store(starts + programs + 1, num)
+    if width > 0:
+        _zero_rows(out, tl.load(q_offsets).to(tl.int32), tl.load(q_offsets + num).to(tl.int32), rows, width, WIDTH)

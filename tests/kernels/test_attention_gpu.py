@@ -150,7 +150,10 @@ def test_forward_by_items_that_is_not_yet_default(kind, tiles):
         assert relative_error(out, case.reference(kind)) < BF16
 
 
-@pytest.mark.parametrize("tiles", [(64, 4, 3, 2, 6, True), (64, 5, 3, 4, 4, False), (64, 4, 2, 2, 6, True), (64, 2, 2, 8, 4, False)])
+UNITS = [(64, 4, 3, 2, 6, True), (64, 5, 3, 4, 4, False), (64, 4, 2, 2, 6, True), (64, 2, 2, 8, 4, False), (64, 4, 2, 0, 6, False)]
+
+
+@pytest.mark.parametrize("tiles", UNITS)
 @pytest.mark.parametrize("kind", ["softmax", "gelu_fast"])
 def test_forward_by_units_that_is_not_yet_default(kind, tiles):
     from kernels import _hopper_launch
