@@ -233,6 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="keep what the work folder holds")
     parser.add_argument("--seconds", type=float, default=120.0, help="of each launch: nothing new begins after so long")
     parser.add_argument("--search-seconds", type=float, default=SEARCH_SECONDS, help="of each search for the planner's choices")
+    parser.add_argument("--note", default="", help="sentence for the report")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args(arguments)
     work, stage, device = options.work or Path("out") / f"multi-gpu-{options.device}", options.stage, options.device
@@ -253,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     if stage in ("all", "run"):
         run(work, device, cluster, seconds=options.seconds, parts=tuple(options.parts or RUNS), extra=extra)
     if stage in ("all", "report"):
-        print(multi_gpu_report.report(work, device, out=options.out))
+        print(multi_gpu_report.report(work, device, out=options.out, note=options.note))
     return 0
 
 

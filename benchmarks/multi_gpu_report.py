@@ -92,8 +92,9 @@ def load(work: Path) -> tuple[list[Ran], list[str]]:
     return ran, failed
 
 
-def report(work: Path, device: str, *, out: Path) -> Path:
-    """Writes the result file; without a plan on several ranks what is known of links and of plans on one. Raises SystemExit where nothing has run."""
+def report(work: Path, device: str, *, out: Path, note: str = "") -> Path:
+    """Writes the result file; without a plan on several ranks what is known of links and of plans on one. Where no link was timed here, rows of an
+    earlier file stay, each with its own date. `note`: what else is to be known of the runs. Raises SystemExit where nothing has run."""
     ran, failed = load(work)
     several, links = any(one.ranks > 1 for one in ran), link_rows(work)
     if not several and not links:
@@ -105,10 +106,14 @@ def report(work: Path, device: str, *, out: Path) -> Path:
     intro = (f"{what}. Every plan was predicted before it ran; nothing of a run entered the calibration. Batches were built beforehand and repeated, "
              f"and the predictions leave the loader out. Exposed communication is what the devices' traces show of collectives with nothing beside "
              f"them. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
+    if not links:
+        intro += (" Rows of links and of what does not run here are earlier ones, with dates of their own in the JSON; an attention beside a "
+                  "collective was launched more slowly than it ran then, and its 1e-09 s are no measurement.")
+    intro = f"{intro} {note}".strip()
     measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
     name = "multi-gpu" if device == "cuda" else "multi-gpu-cpu"
     return results.write(name, rows, command=f"python -m benchmarks.multi_gpu --device {device}", title="Several GPUs of one host" if device == "cuda"
-                         else "Several CPU ranks", intro=intro, out=out, measured=measured)  # fmt: skip
+                         else "Several CPU ranks", intro=intro, out=out, measured=measured, resume=not links)  # fmt: skip
 
 
 def _none_row(work: Path) -> Row:

@@ -46,13 +46,15 @@ class Row:
 
 
 def commit() -> str:
-    """The short commit of the checkout, with `+` when the tree differs from it; `PLANNER_COMMIT` overrides where git is missing."""
+    """The short commit of the checkout, with `+` when the tree differs from it; `PLANNER_COMMIT` where it is set, as in a copy without its git."""
+    if os.environ.get("PLANNER_COMMIT"):
+        return os.environ["PLANNER_COMMIT"]
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         dirty = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True).stdout
         return head + ("+" if dirty.strip() else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("PLANNER_COMMIT", "unknown")
+        return "unknown"
 
 
 def environment() -> dict[str, str]:
