@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernels import keeping
 
+# the compiler's callback for Python frames, None where none is set; releases before it had a name are not asked
+_looking_into_frames = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _cuda: dict[str, tuple[str, str]] = {}  # operator -> (module, function) of its CUDA kernel
 
@@ -38,7 +40,7 @@ def _on_cuda(name: str) -> Callable:
 def observed() -> bool:
     """Whether something watches or changes what operators do: a trace, a compiler that looks into frames, a mode over operators, a profiler."""
     return (torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack()) or torch._C._autograd._profiler_enabled()
-            or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None)
+            or _looking_into_frames() is not None)
 
 
 def direct(op: Any) -> Callable:
