@@ -35,7 +35,7 @@ from costmodel.calibration import Calibration, fit
 from costmodel.calibration import load as load_calibration
 from costmodel.cluster import Cluster
 from costmodel.codec import decode, encode
-from costmodel.conformal import cell, norm
+from costmodel.conformal import cell, norm, widening
 from costmodel.estimate import estimate
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES
@@ -203,7 +203,8 @@ def with_residuals(calibration: Calibration, runs: list[Run]) -> Calibration:
     for one in runs:
         for name, (predicted, measured) in one.pairs().items():
             if predicted > 0 and measured > SMALL_PHASE * one.measured:
-                found.setdefault(cell(name, one.maker), []).append((measured - predicted) / norm(predicted, one.predicted))
+                found.setdefault(cell(name, one.maker), []).append(
+                    (measured - predicted) / norm(predicted, one.predicted) / widening(one.plan.prediction["by_source"]))
     return dataclasses.replace(calibration, run_residuals={name: tuple(sorted(values)) for name, values in sorted(found.items())})
 
 

@@ -25,6 +25,12 @@ def norm(value: float, step: float) -> float:
     return math.sqrt(value * step)
 
 
+def widening(by_source: Mapping[str, float]) -> float:
+    """How much wider a prediction's intervals are, and its residuals count less, for the share of its time that no measurement nearby tells; from the
+    shares of its time by source."""
+    return 2.0 - min(1.0, sum(by_source.get(source, 0.0) for source in ("measured", "interpolated")))
+
+
 def cell(name: str, maker: str) -> str:
     """`name`: `step` or a phase; `maker`: `host` or `device`."""
     return f"{name}@{maker}"

@@ -20,6 +20,7 @@ from typing import Literal
 
 from costmodel.calibration import Calibration
 from costmodel.compute import peak_flops
+from costmodel.conformal import widening
 from costmodel.gpu import Steady, has_lead, launches, pieces, without_launches
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, lower
@@ -86,8 +87,10 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         total = sum(parts.values())
         parts = {name: value * seconds / total if total > 0 else value for name, value in parts.items()}
     maker = "host" if steady is not None and steady.launch > max(steady.device, steady.load) else "device"
-    step = _interval(seconds, lowered.parts, "step", plan, calibration, seconds, maker)
-    phases = {name: _interval(value, [p for p in lowered.parts if p[0] == name], name, plan, calibration, seconds, maker)
+    sources = _by_source(lowered)
+    widened = widening(sources)
+    step = _interval(seconds, lowered.parts, "step", plan, calibration, seconds, maker, widened)
+    phases = {name: _interval(value, [p for p in lowered.parts if p[0] == name], name, plan, calibration, seconds, maker, widened)
               for name, value in parts.items()}
     samples = plan.local_batch * plan.accumulation * plan.layout.world_size
     peak = peak_flops(plan.cluster.device, "bf16" if plan.cluster.device.kind == "gpu" else "fp32")
@@ -99,7 +102,7 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         step_time=step, phases=phases, memory=memory(plan, lowered.batch, lowered.loads, calibration),
         limiting=_limiting(lowered, timeline, parts, steady),
         flops_per_rank=lowered.model_flops, local_mfu=lowered.model_flops / (local * peak) if local > 0 else None, mfu_peak=peak,
-        examples_per_second=rate, by_source=_by_source(lowered), mode=mode, exposed=exposed, imbalance=slowest.report(), maker=maker,
+        examples_per_second=rate, by_source=sources, mode=mode, exposed=exposed, imbalance=slowest.report(), maker=maker,
         notes=lowered.notes,
         dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
 
@@ -142,21 +145,21 @@ def _with_waiting(timeline: Timeline, waiting: float) -> Timeline:
     return dataclasses.replace(timeline, phases=phases)
 
 
-def _interval(value: float, parts: object, name: str, plan: Plan, calibration: Calibration | None, step: float, maker: str) -> Quantity:
+def _interval(value: float, parts: object, name: str, plan: Plan, calibration: Calibration | None, step: float, maker: str,
+              widened: float) -> Quantity:
     """`value` of a step of `step` seconds with its 90 % interval, see the module docstring."""
     by_curve: dict[str, float] = defaultdict(float)
     by_source: dict[Source, float] = defaultdict(float)
-    total, weak = 0.0, 0.0
+    total = 0.0
     for _, curve, source, seconds, spread in parts:
         by_curve[curve] += spread
         total += seconds
         by_source[source] += seconds
-        weak += seconds if source not in ("measured", "interpolated") else 0.0
     source = worst(s for s, seconds in by_source.items() if seconds > NEGLIGIBLE * total)
     width = math.sqrt(sum(s * s for s in by_curve.values())) / total if total > 0 else 0.0
     found = None
     if calibration is not None:
-        found = calibration.intervals.bounds(name, maker, value, step, widened=1.0 + (weak / total if total > 0 else 0.0))
+        found = calibration.intervals.bounds(name, maker, value, step, widened=widened)
     if found is not None:
         return Quantity(value=value, low=found[0], high=found[1], source=source)
     width = max(width, FLOOR_WIDTH[plan.cluster.device.kind])

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from costmodel.conformal import Intervals, cell, norm
+from costmodel.conformal import Intervals, cell, norm, widening
 
 SPREADS = {("step", "host"): 0.08, ("step", "device"): 0.02, ("forward", "host"): 0.10, ("forward", "device"): 0.03, ("input", "device"): 0.2}
 
@@ -40,3 +40,8 @@ def test_a_cell_is_as_wide_as_its_own_errors_and_a_small_one_as_all_of_its_figur
 def test_too_few_runs_make_no_interval():
     assert Intervals({}).bounds("step", "host", 1.0, 1.0) is None
     assert Intervals({"step@host": (0.1,) * 4, "step": (0.1,) * 40}).bounds("step", "host", 1.0, 1.0) is None
+
+
+def test_time_that_nothing_near_was_measured_of_widens():
+    assert widening({"measured": 0.6, "interpolated": 0.4}) == 1.0 and widening({"roofline": 1.0}) == 2.0
+    assert widening({"interpolated": 0.75, "assumed": 0.25}) == pytest.approx(1.25)
