@@ -8,7 +8,8 @@
 W/collectives.jsonl, W/ops-RANK.jsonl and W/beside.json; `predict` fits them together with W/samples.jsonl (one GPU's, of
 `benchmarks.fidelity --stage calibrate`) into W/calibration.json, unless --calibration is given, asks the planner for its first and second choice, and
 writes every plan with its prediction; `run` is one launch that trains them all (`benchmarks.multi_gpu_ranks`); `report` writes
-docs/results/multi-gpu.{md,json}. A plan that has a result keeps its prediction. With --parts one launch does parts of both.
+docs/results/multi-gpu.{md,json}. A plan that has a result keeps its prediction. With --parts one launch does parts of both. The shortest way to a
+score, where W has W/samples.jsonl: `--stage predict --seed S`, `--stage warm`, then `--stage run --parts collectives predict plans alone links`.
 """
 from __future__ import annotations
 
