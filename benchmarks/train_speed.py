@@ -204,6 +204,7 @@ def _warm_one(name: str, variant: str) -> None:
 @contextlib.contextmanager
 def flex_attention_everywhere(device: torch.device) -> Iterator[None]:
     """Inside, the model's attention calls go to FlexAttention over documents, compiled, its block masks made once a batch and mask."""
+    import runtime.trainer
     from runtime.model import hstu, interformer, self_attention
 
     attend = Flex(device)
@@ -211,6 +212,8 @@ def flex_attention_everywhere(device: torch.device) -> Iterator[None]:
                for name in ("jagged_attention", "gdpa", "block_attention") if hasattr(module, name)]
     for module, name, _ in patched:
         setattr(module, name, getattr(attend, name))
+    patched.append((runtime.trainer, "TRACKED_STEP", runtime.trainer.TRACKED_STEP))
+    runtime.trainer.TRACKED_STEP = -1  # no compiled FlexAttention under the mode that counts saved activations
     try:
         yield
     finally:
