@@ -1,6 +1,6 @@
 """Training that is killed, unbalanced, sharded and measured: what the runtime promises of long jobs.
 
-    python -m benchmarks.train [--device cpu|cuda] [--only STAGE ...] [--resume] [--seconds S]
+    python -m benchmarks.train [--device cpu|cuda] [--only STAGE ...] [--resume] [--seconds S] [--models MODEL ...]
 
 On the CPU (docs/results/train-cpu): `balance`, `input`, `tables`, `soak`, `saving`, `hung`, `exits`, and `speed` at tiny size. On a GPU
 (docs/results/train-h200) `speed` alone, within `--seconds`. Rows are written as soon as a stage is done; `--resume` keeps those of stages that are
@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=CPU_STAGES, help="stages (default: all of the device)")
     parser.add_argument("--resume", action="store_true", help="keep rows of an earlier call")
     parser.add_argument("--seconds", type=float, default=180.0, help="of the speed stage")
+    parser.add_argument("--models", nargs="+", help="of the speed stage (default: all of benchmarks.train_speed.SCENARIOS)")
     parser.add_argument("--compiled", action="store_true", help="of the speed stage: compiled blocks too, which take minutes to compile")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args(arguments)
@@ -59,7 +60,8 @@ def _stage(stage: str, work: Path, options: argparse.Namespace) -> Iterable[list
 
     from benchmarks import train_speed
 
-    return train_speed.rows(torch.device(options.device), seconds=options.seconds, compiled=options.compiled)
+    return train_speed.rows(torch.device(options.device), seconds=options.seconds, compiled=options.compiled,
+                            models=options.models or tuple(train_speed.SCENARIOS))
 
 
 def _tables(work: Path) -> Iterable[Row]:

@@ -15,7 +15,7 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from planner.configure import default_plan
 from planner.scenario import load_scenario
 from runtime import mesh
 from runtime.data import open_source
+from runtime.parallelize import MAX_VARIANTS
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 SCENARIOS = {"hstu-ranking": ("hstu-ranking", 32, 0.35), "gem-full": ("gem-full-1xh200", 64, 0.30)}
@@ -90,26 +91,26 @@ def _alone(host: Plan, model: Model, workload: Workload, batch: int, precision: 
     return dataclasses.replace(made, fingerprints=made.expected_fingerprints())
 
 
-def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False) -> Iterator[list[Row]]:
-    """Figures of every model that fits into `seconds`, after each variant all that are known of its model; a variant that cannot run is a row that
-    says why. `compiled`: compiled blocks too, which take minutes to compile."""
+def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False, models: Sequence[str] = tuple(SCENARIOS)) -> Iterator[list[Row]]:
+    """Figures of every one of `models` that fits into `seconds`, after each variant all that are known of its model; a variant that cannot run is a
+    row that says why. `compiled`: compiled blocks too, which take minutes to compile."""
     until = time.monotonic() + seconds
     if device.type == "cuda":
-        warm([(name, variant) for variant in ("eager", *OVER) for name in SCENARIOS], until=time.monotonic() + seconds / 2)
+        warm([(name, variant) for variant in ("eager", *OVER) for name in models], until=time.monotonic() + seconds / 2)
     started = not torch.distributed.is_initialized()
     if started:
         mesh.start(device)
     device = mesh.indexed(device)
     on_gpu = device.type == "cuda"
-    plans = {name: plan_of(name) if on_gpu else tiny(name) for name in SCENARIOS}
-    found: dict[str, dict[str, Timed]] = {name: {} for name in SCENARIOS}
+    plans = {name: plan_of(name) if on_gpu else tiny(name) for name in models}
+    found: dict[str, dict[str, Timed]] = {name: {} for name in models}
     for variant in ("eager", *OVER, *(("compile",) if compiled else ())):
-        for name, (_, _, target) in SCENARIOS.items():
+        for name in models:
             missing = Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"not run: {seconds:.0f} s were over")
             try:
                 if time.monotonic() < until:
                     found[name][variant] = measure(plans[name], device, variant)
-                    yield list(_rows_of(name, plans[name], found[name], target if on_gpu else None))
+                    yield list(_rows_of(name, plans[name], found[name], SCENARIOS[name][2] if on_gpu else None))
                     continue
             except Exception as error:  # of a compiler, of memory: the others are measured all the same
                 missing = dataclasses.replace(missing, note=f"cannot run: {(str(error).splitlines() or [type(error).__name__])[0][:160]}")
@@ -140,11 +141,15 @@ def _rows_of(name: str, plan: Plan, found: dict[str, Timed], target: float | Non
             yield Row(name=f"speed: {name}, times faster than {variant}", value=each[variant] / each["eager"], unit="x",
                       target=least if on_gpu else None,
                       note=f"measured in one process on the same {found[variant].steps} batches, eager blocks: {each[variant] * 1e3:.1f} ms a step "
-                           f"against {each['eager'] * 1e3:.1f} ms")
+                           f"against {each['eager'] * 1e3:.1f} ms (medians {_median(found[variant])} and {_median(found['eager'])} ms)")
     if (reached := eager.memory_bytes.peak_allocated) is not None:
         predicted = estimate(plan, None).memory.peak.value
         yield Row(name=f"speed: {name}, predicted over measured peak memory", value=predicted / reached, unit="ratio",
                   note=f"predicted {predicted / 1e9:.2f} GB without a calibration, reached {reached / 1e9:.2f} GB")
+
+
+def _median(one: Timed) -> str:
+    return f"{one.measured.step_time_s.median * 1e3:.1f}"
 
 
 def _phases(one: Measured) -> str:
@@ -228,6 +233,8 @@ class Flex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         compiled = device.type == "cuda"
+        # one code object serves every mask, width and format of a model: past the limit it would run uncompiled and fill the memory with scores
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
         self._attention = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
         self._create = torch.compile(create_block_mask, dynamic=True) if compiled else create_block_mask
         self._masks: dict[tuple, tuple] = {}

@@ -282,7 +282,7 @@ def _ahead(build: Callable[[int], tuple[Batch, ...]], steps: range, depth: int, 
     """`build(step)` for every step, up to `depth` of them made early by `threads` threads; an error surfaces at its step."""
     waiting: collections.deque[Future] = collections.deque()
     left = iter(steps)
-    with_threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="loader")
+    with_threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="loader", initializer=worker.callers_device())
     try:
         waiting.extend(with_threads.submit(build, step) for step in itertools.islice(left, depth))
         while waiting:

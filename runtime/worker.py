@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import multiprocessing
 import pickle
@@ -112,10 +113,19 @@ def built_by_process(build: Callable[[int], Batches], steps: range, *, slots: in
         child.join()
 
 
+def callers_device() -> Callable[[], None]:
+    """What makes another thread use the CUDA device that this one uses: threads begin at device 0, and one that pins memory there opens a context on a
+    GPU that belongs to another rank."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
 def drained_by_thread(made: Iterator[Batches], source: Iterator[Batches]) -> Iterator[Batches]:
     """What `made` gives, up to `DEPTH` steps early by a thread, whose errors surface here; at the end that closes `source`."""
     ready: queue.Queue = queue.Queue(maxsize=DEPTH)
     stop = threading.Event()
+    use_device = callers_device()
 
     def put(item: tuple[Batches | None, Exception | None]) -> bool:
         while not stop.is_set():
@@ -126,6 +136,7 @@ def drained_by_thread(made: Iterator[Batches], source: Iterator[Batches]) -> Ite
 
     def drain() -> None:
         try:
+            use_device()
             for batches in made:
                 if not put((batches, None)):
                     return

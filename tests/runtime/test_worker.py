@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime import worker
+from runtime import data, worker
 from runtime.batch import Batch
 
 
@@ -102,3 +102,23 @@ def test_a_thread_takes_what_the_process_made_and_hands_errors_on():
     next(early)
     early.close()
     assert not [t for t in threading.enumerate() if t.name == "loader"]
+
+
+def test_threads_that_pin_use_the_device_of_the_rank(monkeypatch):
+    """On a rank above 0 a thread begins at device 0 and would open a context there."""
+    used: dict[str, set[int]] = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.setdefault(threading.current_thread().name, set()).add(device))
+    seen: list[tuple[str, bool]] = []
+
+    def pinned(step: int):
+        name = threading.current_thread().name
+        seen.append((name, used.get(name) == {3}))
+        return (_batch(step),)
+
+    steps = range(4)
+    made = map(pinned, steps)
+    assert len(list(worker.drained_by_thread(made, (one for one in ())))) == 4
+    assert len(list(data._ahead(pinned, steps, 2, 2))) == 4
+    assert len(seen) == 8 and all(name.startswith("loader") and there for name, there in seen)
