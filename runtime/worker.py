@@ -101,12 +101,13 @@ def built_by_process(build: Callable[[int], Batches], steps: range, *, slots: in
         for _ in steps[1:]:
             try:
                 kind, slot, header, what = ours.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 raise RuntimeError("the process that builds batches died") from None
             if kind == "error":
                 raise what
             yield unpack(header, load(what, view[slot * size:(slot + 1) * size]) if kind == "slot" else [memoryview(bytearray(c)) for c in what])
-            ours.send(slot)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: what it said before is read all the same
+                ours.send(slot)
     finally:
         ours.close()
         child.kill()
@@ -114,8 +115,8 @@ def built_by_process(build: Callable[[int], Batches], steps: range, *, slots: in
 
 
 def callers_device() -> Callable[[], None]:
-    """What makes another thread use the CUDA device that this one uses: threads begin at device 0, and one that pins memory there opens a context on a
-    GPU that belongs to another rank."""
+    """What makes another thread use this one's CUDA device: threads begin at device 0, and one that pins memory there opens a context on a GPU that
+    belongs to another rank."""
     if not torch.cuda.is_initialized():
         return lambda: None
     return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
