@@ -23,6 +23,7 @@ experts, sharded over fsdp / ep ranks.
     forward end = parameters + optimizer + tables + table_state + input + buffers + all saved + unsharded
     backward i  = the same - saved of the blocks behind i + recomputed saved of i + its workspace + gradients so far
     optimizer   = parameters + gradients + optimizer + tables + table_state + input
+    sparse      = fully sharded 2D: what rests, the whole shard in flight, and what its lookups leave before it is released
     reserved    = allocated x (1 + allocator slack) + context + communicators;  a plan fits when reserved <= limit
 
 On a GPU all that depends on a micro-batch is that of the largest one, where the workload says how many steps there are: of the most events that one
@@ -167,7 +168,7 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
     embeddings = embedding_bytes(plan, batch)
     dense, phase = _dense_peak(blocks, embeddings, plan)
-    peaks = {phase: resting + dense, "optimizer": resting + parameters, "sparse": resting + in_flight}
+    peaks = {phase: resting + dense, "optimizer": resting + parameters, "sparse": resting + in_flight + (embeddings if in_flight else 0.0)}
     peak_phase = max(peaks, key=lambda name: peaks[name])
     peak = peaks[peak_phase]
     context, each = reserving(plan, calibration)

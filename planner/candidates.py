@@ -376,7 +376,7 @@ class _Bounds:
         libraries = found.categories["buffers"] - exchange_bytes(first, loads) - links[link_of[0], 0]
         self.gradients = parameters[fsdp_of, 0]
         self.resting = 3 * self.gradients + tables + INPUT_BATCHES * inputs + swapped + libraries + links[link_of, 0] / self.slope
-        self.in_flight = np.where(full, weights, 0.0)
+        self.in_flight = np.where(full, weights + embeddings, 0.0)
         low, low_of = self.per(("ep",), self.narrowest)
         keep = (columns["reshard_after_forward"] == 0) & (columns["fsdp"] > 1)
         self.kept = embeddings + multiple * self.gradients + keep * low[low_of, 0]

@@ -237,7 +237,7 @@ class CandidateProgram:
         right = usable / GIB if missing is None else usable / GIB + missing
         for name, bytes_there in self.peaks():
             problem += resting + memory.embeddings / GIB + bytes_there <= right, f"memory_{name}"
-        in_flight = (self.W + self.S) if memory.tables_in_flight else 0
+        in_flight = (self.W + self.S + memory.embeddings / GIB) if memory.tables_in_flight else 0
         problem += resting + in_flight <= right, "memory_sparse"
         problem += resting + memory.gradients / GIB <= right, "memory_optimizer"
 

@@ -20,15 +20,17 @@ class ReplicaShard:
     """One tensor that `size` replicas hold a part of; this one is number `index`. `whole` has bytes between `gather` and `release` only."""
 
     def __init__(self, tensor: Tensor, *, group: dist.ProcessGroup, index: int, size: int) -> None:
-        """Starts from a `tensor` that is the same on every replica; its data is copied."""
+        """Starts from a `tensor` that is the same on every replica. This replica's part is copied, then the bytes of `tensor` are freed: a second
+        whole copy beside it would be the most memory that a run ever needs."""
         self._group, self._size = group, size
-        each = -(-tensor.numel() // size)
-        self._flat = tensor.new_zeros(each * size)
-        self._flat[:tensor.numel()].copy_(tensor.flatten())
+        count, each = tensor.numel(), -(-tensor.numel() // size)
         self._own = slice(index * each, (index + 1) * each)
+        part = tensor.flatten()[self._own]
+        self.shard = torch.cat([part, part.new_zeros(each - part.numel())])
+        tensor.untyped_storage().resize_(0)
+        self._flat = tensor.new_empty(each * size)
         self._num_bytes = self._flat.untyped_storage().nbytes()
-        self.shard = self._flat[self._own].clone()
-        self.whole = self._flat[:tensor.numel()].view(tensor.shape)
+        self.whole = self._flat[:count].view(tensor.shape)
         self.release()
 
     def gather(self, timer: PhaseTimer | None) -> None:

@@ -5,7 +5,7 @@ import pytest
 from costmodel.calibration import Calibration
 from costmodel.gpu import block_key
 from costmodel.lower import batch_shape
-from costmodel.memory import ALLOCATOR_OVERHEAD, CATEGORIES, CONTEXT_BYTES, memory, option_memory
+from costmodel.memory import ALLOCATOR_OVERHEAD, CATEGORIES, CONTEXT_BYTES, embedding_bytes, memory, option_memory
 from costmodel.model import TableGroup
 from costmodel.plan import Layout, RegionOption, RegionPlan
 from costmodel.regions import num_dense_parameters, regions
@@ -75,6 +75,15 @@ def test_fully_sharded_2d_rests_at_one_over_replicas(make_plan, h200):
     # the whole shard is there too while it is in flight
     assert full.categories["tables"] > plain.categories["tables"]
     assert full.peak.value < plain.peak.value
+
+
+def test_fully_sharded_2d_peaks_where_tables_are_whole_beside_what_they_give(make_plan, h200):
+    """Rows are looked up before the whole shard is released."""
+    plan = make_plan(device=h200, ranks=8, layout={"sparse_group": 4, "sparse_replicas": 2, "fully_sharded_2d": True})
+    found = of(plan)
+    resting = sum(found.categories[name] for name in ("parameters", "optimizer", "input"))
+    whole = found.categories["tables"] + found.categories["table_state"]
+    assert found.peak.value >= resting + whole + embedding_bytes(plan, batch_shape(plan))
 
 
 def test_checkpointing_lowers_saved_activations_and_the_peak(make_plan):
