@@ -109,6 +109,18 @@ def repeated(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
     return tuple(dataclasses.replace(group, count=1) for group in groups for _ in range(group.count))
 
 
+def num_reading(model: Model) -> int:
+    """Interaction layers up to the last one that reads a history: what comes behind them has no more to do with events."""
+    return max((i + 1 for i, layer in enumerate(repeated(model.interaction_layers)) if layer.sequence is not None), default=0)
+
+
+def over_samples(model: Model) -> frozenset[str]:
+    """Names of the regions behind the last one that reads a history; a micro-batch has as many samples as any other, so their shapes never change."""
+    reading = num_reading(model)
+    named = {f"interaction.{i}" for i in range(reading)} | ({"bottom"} if reading else set())
+    return frozenset(r.name for r in regions(model) if not r.sequence and r.name not in named)
+
+
 def num_dense_parameters(model: Model) -> int:
     """Parameters outside the tables."""
     return sum(r.num_parameters for r in regions(model))

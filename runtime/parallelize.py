@@ -1,6 +1,6 @@
 """One function applies a plan to a model, in this order:
 
-    embeddings -> experts -> precision (one rank) -> checkpointing -> compile -> fully_shard (and precision, on more ranks)
+    embeddings -> experts -> precision (one rank) -> checkpointing -> compile -> fully_shard (and precision, on more ranks) -> CUDA graphs (one rank)
 
 The FSDP unit is a block: every block of every region is one unit, the root module holds no parameters of its own. With ep > 1 the experts of a block
 are a unit of their own, sharded over efsdp = fsdp / ep ranks (`runtime.experts`). Collectives of the
@@ -41,11 +41,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
+from costmodel.execution import refusal
 from costmodel.plan import Plan, RegionOption
 from costmodel.precision import LOW_PRECISIONS
 from runtime.checkpointing import apply_checkpointing
 from runtime.embedding import ShardedEmbeddings
 from runtime.experts import spread_experts
+from runtime.graphs import capture
 from runtime.mesh import Meshes, all_gather_single, reduce_scatter_single, wait
 from runtime.mixed_precision import compute_in
 from runtime.model import GEM
@@ -87,8 +89,8 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
         for pool in expert_pools(model):
             spread_experts(pool, meshes=meshes, timer=timer)
     blocks = block_options(model, plan)
-    if plan.execution not in ("eager", "compile"):
-        raise ValueError(f"execution {plan.execution!r} is not executable; the runtime has eager, compile")
+    if (reason := refusal(plan)) is not None:
+        raise ValueError(f"execution {plan.execution} is not executable here: {reason}")
     wrapped = needs_fsdp(plan)
     if not wrapped and any(option.precision != "fp32" for _, option in blocks):
         for block, option in blocks:
@@ -97,6 +99,8 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
     for block, option in blocks:
         _transform(block, option, compiled=plan.execution == "compile", cast=not wrapped and option.precision != "fp32")
     gathers = _fully_shard(model, blocks, plan=plan, meshes=meshes, timer=timer) if wrapped else ()
+    if plan.execution == "cuda_graph":
+        capture(model, plan, meshes.device)
     return Parallelized(dense=model, embeddings=embeddings, gathers=gathers)
 
 
@@ -108,8 +112,6 @@ def _transform(block: nn.Module, option: RegionOption, *, compiled: bool, cast: 
     """Checkpointing, compilation and, with `cast`, precision of one block. What runs again in backward must find parameters cast as well: eagerly the
     cast is inside the checkpoint; a compiled block keeps what it needs in its graph, and the cast stays outside the compiler."""
     if option.checkpoint in QUANTIZED_POLICIES:
-        if compiled:
-            raise ValueError(f"checkpoint policy {option.checkpoint!r} is not executable in compiled blocks; use execution eager")
         quantize_saved(block, option.checkpoint, PARAM_DTYPES[option.precision])
     if cast and not compiled:
         compute_in(block, PARAM_DTYPES[option.precision])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.model import Model
+from costmodel.regions import num_reading, repeated
 from costmodel.regions import regions as known_regions
-from costmodel.regions import repeated
 from runtime.batch import Batch
 from runtime.model.llama import NextEvent
 from runtime.model.mlp import MLP, Heads
@@ -48,40 +48,63 @@ class GEM(nn.Module):
         self.heads = Heads(width, [head.hidden for head in model.heads])
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        # a group's C tables side by side, in one op: (C, B, dim) -> (B, C dim)
-        features = [embeddings[table.name].transpose(0, 1) for table in self.model.tables if table.pooling != "sequence"]
+        pooled = [embeddings[table.name] for table in self.model.tables if table.pooling != "sequence"]
         histories: dict[str, History] = {}
+        summaries: list[Tensor] = []
         losses: list[Tensor] = []
         for spec, encoder in zip(self.model.sequences, self.sequences):
             groups = [embeddings[table.name] for table in self.model.tables if table.sequence == spec.name]
             events = groups[0].transpose(0, 1).flatten(1) if len(groups) == 1 else torch.cat([t for g in groups for t in g.unbind(0)], dim=1)
             histories[spec.name], summary = encoder(events, batch.sequence_offsets[spec.name], batch.max_lengths[spec.name],
                                                     batch.lengths[spec.name], batch.times.get(spec.name))
-            features.append(summary)
+            summaries.append(summary)
             if spec.next_event:
                 losses.append(self.next[spec.name](histories[spec.name].events, batch.ids[spec.next_event], batch.sequence_offsets[spec.name]))
-        if self.bottom is not None:
-            features.append(self.bottom(batch.dense))
-        features = [f.to(features[-1].dtype).flatten(1) for f in features]
-        x_BW = self.interaction(self._interact(torch.cat(features, dim=1), histories))
-        for experts in self.experts:
-            x_BW = experts(x_BW)
-        logits = self.heads(x_BW)
+        inputs = [*pooled, *summaries, *([] if self.bottom is None else [batch.dense])]
+        if self.num_reading:
+            x_BW = self._features(*inputs)
+            inputs = [self._interact(x_BW.unflatten(1, (-1, self.model.feature_dim)), histories)]
+        logits = self.over_samples(*inputs)
         return (logits, torch.stack(losses).sum()) if losses else logits
 
-    def _interact(self, features_BW: Tensor, histories: dict[str, History]) -> Tensor:
-        """The interaction layers over the features as tokens, flattened again."""
-        if not self.interaction_layers:
-            return features_BW
-        x_Bnd = features_BW.unflatten(1, (-1, self.model.feature_dim))
-        for layer, block in zip(repeated(self.model.interaction_layers), self.interaction_layers):
+    @property
+    def num_reading(self) -> int:
+        """Interaction layers up to the last one that reads a history."""
+        return num_reading(self.model)
+
+    def over_samples(self, *inputs: Tensor) -> Tensor:
+        """What has no more to do with events, `(B, num_heads)`. Inputs: pooled tables `(C, B, dim)`, summaries `(B, D)` and dense features; where
+        interaction layers read histories, the feature tokens `(B, n, d)` behind the last of those."""
+        if self.num_reading:
+            x_Bnd, = inputs
+        else:
+            x_BW = self._features(*inputs)
+            x_Bnd = x_BW.unflatten(1, (-1, self.model.feature_dim)) if self.interaction_layers else x_BW
+        for block in self.interaction_layers[self.num_reading:]:
+            x_Bnd = block(x_Bnd)
+        x_BW = self.interaction(x_Bnd.flatten(1))
+        for experts in self.experts:
+            x_BW = experts(x_BW)
+        return self.heads(x_BW)
+
+    def _features(self, *inputs: Tensor) -> Tensor:
+        """Pooled tables, summaries and dense features side by side, `(B, W)`."""
+        # a group's C tables side by side, in one op: (C, B, dim) -> (B, C dim)
+        features = [x.transpose(0, 1) if x.dim() == 3 else x for x in inputs]
+        if self.bottom is not None:
+            features[-1] = self.bottom(features[-1])
+        return torch.cat([f.to(features[-1].dtype).flatten(1) for f in features], dim=1)
+
+    def _interact(self, x_Bnd: Tensor, histories: dict[str, History]) -> Tensor:
+        """The interaction layers over the features as tokens, up to the last one that reads a history."""
+        for layer, block in zip(repeated(self.model.interaction_layers)[:self.num_reading], self.interaction_layers):
             if layer.sequence is None:
                 x_Bnd = block(x_Bnd)
             else:
                 history = histories[layer.sequence]
                 x_Bnd, events = block(x_Bnd, *history)
                 histories[layer.sequence] = history._replace(events=events)
-        return x_Bnd.flatten(1)
+        return x_Bnd
 
     def regions(self) -> dict[str, list[tuple[nn.Module, str]]]:
         """Region name (docs/model.md) -> its blocks in order, as (parent module, attribute or index) so that a block can be wrapped in place."""

@@ -76,7 +76,7 @@ def test_same_seed_same_curve_and_resume_is_bitwise(tmp_path):
 @pytest.mark.parametrize(("change", "words"), [
     ({"predict_only": ("precision mxfp8 needs Blackwell",)}, "predict-only: precision mxfp8 needs Blackwell"),
     ({"layout": Layout(fsdp=4, sparse_group=4), "local_batch": 4}, "is for 4 ranks .* this job has 1"),
-    ({"execution": "cuda_graph"}, "execution 'cuda_graph' is not executable"),
+    ({"execution": "cuda_graph"}, "execution cuda_graph is not executable here: a CPU has no CUDA graphs"),
     ({"fingerprints": {"model": "0" * 16}}, "fingerprint of model"),
 ])
 def test_refused_with_one_message(tmp_path, capsys, change, words):
