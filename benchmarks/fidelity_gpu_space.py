@@ -1,6 +1,7 @@
 """The declared space of `benchmarks.fidelity --device cuda`: groups of plans for one model and workload on one GPU.
 
-    model     blocks of one kind, width and depth; head dims that the kernels have; Wukong layers over the features of two models in five; 4-24 tables
+    model     blocks of one kind, width and depth; head dims that the kernels have; Wukong layers over the features of two models in five, behind an InterFormer
+              layer in a third of those; 4-24 tables
               of 100,000 or a million rows
     workload  histories up to 256-2048 events, uniform, lognormal or all equal; 32 thousand to 500 thousand events a batch
     plans     bf16 with each checkpoint policy on 1 or 2 micro-batches, and fp32 where its steps stay below a quarter of a second
@@ -36,29 +37,34 @@ LENGTH_KINDS = ("uniform", "lognormal", "fixed")
 TOKENS = (32e3, 500e3)
 # Wukong layers over the features (0: none), their tokens out of the factorisation machine and out of the compression, rank, hidden width.
 INTERACTIONS, INTERACTION_SHARE, FM_TOKENS, FM_RANKS, FM_HIDDEN = (1, 2, 3), 0.4, (16, 32, 64), (16, 32), (512, 1024, 2048)
+# An InterFormer layer before the Wukong layers of every third of those models (bf16 alone: its kernels are not calibrated in fp32).
+CROSSING_SHARE, CROSSING = 1 / 3, {"activation": "gelu", "divisor": 4.0, "num_queries": 2, "sequence": "history",
+                                   "options": {"summary_tokens": 4, "recent": 2}}  # fmt: skip
 POLICIES = ("none", "selective", "full")
 # Rough seconds of a step, only to keep draws inside the space: FLOP/s of bf16 and fp32, bytes an event, feature and block over bytes/s.
 BF16_RATE, FP32_RATE, EVENT_SECONDS, LOADER_SECONDS = 3.0e14, 3.5e13, 150 / 2.5e12, 1.2e-7
 STEP_SECONDS, FP32_SECONDS, FP32_SHARE = (8e-3, 0.35), 0.25, 0.4
-CALIBRATION_SEED, CALIBRATION_SUBJECTS, WIDE_SUBJECTS = 0xCA1B, 48, 8
+CALIBRATION_SEED, CALIBRATION_SUBJECTS = 0xCA1B, 48
 # A run ends after so many steps.
 MOST_STEPS = 40
-LOADER_SHARE, SAVED_BYTES = 0.7, 5e10
+LOADER_SHARE, SAVED_BYTES = 0.5, 5e10
 
 
 def calibration_plans(cluster: Cluster) -> list[Plan]:
-    """The plans whose shapes a calibration times: subjects of every block kind and head dim in turn, in bf16, the first ones on smaller batches in
+    """The plans whose shapes a calibration times: subjects of every block kind and head dim in turn, in bf16, one of each on a smaller batch in
     fp32 too. Every kind and precision comes first, so that a calibration that ends early has them."""
-    plans, wide = [], []
+    plans, wide = [], {}
     for i in range(CALIBRATION_SUBJECTS):
         model, workload = _draw_subject(np.random.default_rng([CALIBRATION_SEED, i]), cluster, name=f"calibration-{i}", kind=KINDS[i % len(KINDS)],
                                         head_dim=HEAD_DIMS[i // len(KINDS) % len(HEAD_DIMS)])
         plans.append(_one(model, workload, cluster))
-        if i < WIDE_SUBJECTS:
+        layer = model.sequences[0].layers[0]
+        if (layer.kind, layer.head_dim) not in wide and not has_crossing(model):
             smaller = dataclasses.replace(workload, global_batch=max(4, workload.global_batch // 4))
-            wide.append(_one(model, smaller, cluster, precision="fp32"))
+            wide[layer.kind, layer.head_dim] = _one(model, smaller, cluster, precision="fp32")
     first = len(KINDS)
-    return plans[:first] + wide[:first] + plans[first:3 * first] + wide[first:] + plans[3 * first:]
+    fp32 = list(wide.values())
+    return plans[:first] + fp32[:first] + plans[first:3 * first] + fp32[first:] + plans[3 * first:]
 
 
 _calibrated: set[str] = set()
@@ -80,7 +86,7 @@ def draw_group(cluster: Cluster, *, seed: int, group: int) -> list[Plan]:
     model, workload = _draw_subject(rng, cluster, name=f"fidelity-{seed}-{group}", kind=KINDS[int(rng.integers(len(KINDS)))])
     options = [{"checkpoint": policy, "accumulation": micro} for policy in POLICIES for micro in (1, 2)]
     plain = _one(model, workload, cluster)
-    wide = model_flops(plain) / FP32_RATE < FP32_SECONDS and rng.random() < FP32_SHARE
+    wide = not has_crossing(model) and model_flops(plain) / FP32_RATE < FP32_SECONDS and rng.random() < FP32_SHARE
     chosen = [options[i] for i in sorted(rng.choice(len(options), size=PLANS_PER_GROUP - wide, replace=False))]
     plans = [_one(model, workload, cluster, **option) for option in chosen]
     return plans + ([_one(model, workload, cluster, precision="fp32")] if wide else [])
@@ -100,6 +106,8 @@ def _draw_subject(rng: np.random.Generator, cluster: Cluster, *, name: str, kind
         model = dataclasses.replace(model, tables=tuple(t for t in model.tables if t.name != "event_action"))
         if rng.random() < INTERACTION_SHARE:
             model = _with_interactions(model, values["table_dim"], pick(INTERACTIONS), pick(FM_TOKENS), pick(FM_RANKS), pick(FM_HIDDEN))
+            if rng.random() < CROSSING_SHARE:
+                model = _with_crossing(model)
         tokens = math.exp(rng.uniform(*np.log(TOKENS)))
         batch = 4 * max(4, round(tokens / workload.lengths["history"].mean() / 4))
         workload = dataclasses.replace(workload, global_batch=batch, num_steps=MOST_STEPS)
@@ -121,6 +129,17 @@ def _with_interactions(model: Model, width: int, count: int, tokens: int, rank: 
     return dataclasses.replace(model, interaction_layers=(layer,), feature_dim=width, bottom_hidden=(32, width) if model.num_dense_features else ())
 
 
+def _with_crossing(model: Model) -> Model:
+    """The model with an InterFormer layer, of the heads of its histories' layers, before its other layers over features."""
+    own = model.sequences[0].layers[0]
+    layer = LayerGroup(kind="interformer", count=1, heads=own.heads, head_dim=own.head_dim, **CROSSING)  # type: ignore[arg-type]
+    return dataclasses.replace(model, interaction_layers=(layer, *model.interaction_layers))
+
+
+def has_crossing(model: Model) -> bool:
+    return any(layer.kind == "interformer" for layer in model.interaction_layers)
+
+
 def _one(model: Model, workload: Workload, cluster: Cluster, *, precision: str = "bf16", checkpoint: str = "none", accumulation: int = 1) -> Plan:
     return _plan(model, workload, cluster, ranks=1, checkpoint=checkpoint, sharding="table_wise", precision=precision, execution="eager",
                  accumulation=accumulation, ddp=False)  # fmt: skip
@@ -130,7 +149,7 @@ def describe() -> str:
     """One paragraph for the report."""
     return (f"kinds {', '.join(KINDS)}; dim {DIMS[0]}-{DIMS[-1]}; head dim {HEAD_DIMS}; depth {DEPTHS}; mlp factor {MLP_FACTORS}; "
             f"with probability {INTERACTION_SHARE} {INTERACTIONS} Wukong layers of {FM_TOKENS} + {FM_TOKENS} tokens, rank {FM_RANKS}, "
-            f"hidden {FM_HIDDEN}; tables {NUM_TABLES} of {TABLE_ROWS} rows x {TABLE_DIMS}; "
+            f"hidden {FM_HIDDEN}, in a third of those with an InterFormer layer before them; tables {NUM_TABLES} of {TABLE_ROWS} rows x {TABLE_DIMS}; "
             f"histories {', '.join(LENGTH_KINDS)} up to {MAXIMUM_LENGTHS} events; "
             f"{TOKENS[0]:.0f}-{TOKENS[1]:.0f} events a batch; "
             f"bf16 with checkpoint {', '.join(POLICIES)} x accumulation 1, 2, and fp32 (probability {FP32_SHARE}, below "

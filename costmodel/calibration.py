@@ -21,7 +21,7 @@ import functools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ SCHEMA_VERSION = 1
 MINIMUM_WIDTH: dict[Source, float] = {"measured": 0.02, "interpolated": 0.04, "extrapolated": 0.25, "roofline": 0.55, "assumed": 0.55}
 STALE_WIDENING = 2.0
 QUANTILE = 0.9
+# Points of an attention kernel from which a block around it is the sum of its ops.
+WELL_KNOWN = 12
 # A point with more noise than this is smoothed, not returned as it was measured.
 EXACT_NOISE = 0.05
 
@@ -412,6 +414,7 @@ def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[s
     """On a GPU every dtype and checkpoint policy has its own correction (`costmodel.gpu`)."""
     grouped: dict[str, list[tuple[Sample, float, float]]] = defaultdict(list)
     measured: dict[int, Measured] = {}
+    by_work: set[str] = set()
     on_gpu = calibration.environment.device_kind != "cpu"
     for sample in samples:
         kind = sample.op.removeprefix(BLOCK_PREFIX)
@@ -423,14 +426,21 @@ def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[s
         host = sample.host_seconds / launched if sample.host_seconds and launched > 0 else 1.0
         grouped[key].append((sample, sum(t.seconds for t in times), host))
         if on_gpu:
+            if not _attention_known(calibration, timed, sample.active_ranks):
+                by_work.add(key)
             attention = next((one.variant for one in forward if one.kind == "attention"), "")
             measured[id(sample)] = Measured(group=key, dtype=sample.dtype, attention=attention, seconds=sample.seconds,
                                             work=work(timed, sample.features, calibration.device))
-    if not on_gpu:
-        return {key: _compose(rows) for key, rows in sorted(grouped.items())}
-    shares = fit_shares(measured.values())
-    return {key: _compose([(sample, float(measured[id(sample)].work @ shares[key]), host) for sample, _, host in rows], shares[key])
+    shares = fit_shares([m for m in measured.values() if m.group in by_work])
+    return {key: _compose([(sample, float(measured[id(sample)].work @ shares[key]) if key in shares else seconds, host)
+                           for sample, seconds, host in rows], shares.get(key, ()))
             for key, rows in sorted(grouped.items())}
+
+
+def _attention_known(calibration: Calibration, timed: Sequence[tuple[Op, str]], active_ranks: int) -> bool:
+    """Whether the ops have attention among them and all of it was timed alone at enough shapes: then the sum of a block's ops is its reference."""
+    found = [calibration.curve(one.kind, one.variant, phase, one.dtype, active_ranks) for one, phase in timed if one.kind == "attention"]
+    return bool(found) and all(curve is not None and len(curve.points) >= WELL_KNOWN for curve in found)
 
 
 def _compose(rows: list[tuple[Sample, float, float]], shares: Iterable[float] = ()) -> Composition:

@@ -489,9 +489,6 @@ class _Builder:
         parameters = sum(u.region.block.sharded_elements(self.plan.layout.fsdp) for u in self.units)
         tensors = sum(u.region.block.num_tensors for u in self.units)
         cost = self.pricer.ops([op("adamw", parameters=parameters, tensors=tensors)], STEP)
-        calibration = self.pricer.calibration
-        if self.gpu and calibration is not None and not self.pricer.host:
-            cost = dataclasses.replace(cost, host_seconds=cost.host_seconds + calibration.constants.get("step_host", 0.0))
         self.compute("adamw", cost, "optimizer", deps=reductions)
         seconds, source = self.pricer.step_overhead
         rest = dataclasses.replace(NO_COST, seconds=seconds, parts=(("step_overhead", source, seconds, MINIMUM_WIDTH[source]),))

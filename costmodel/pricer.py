@@ -125,8 +125,6 @@ class Pricer:
 
     def _launch(self, seconds: float) -> float:
         """Host launch time under the plan's execution mode; a replayed graph launches its ops for next to nothing."""
-        if self.calibration is not None:
-            seconds *= self.calibration.constants.get("host_scale", 1.0)
         return seconds * self._mode
 
     @property
@@ -148,15 +146,9 @@ class Pricer:
         if key not in self._blocks:
             cost = self._corrected(block, batch, self.ops(self._forward(block, batch, precision), phase), phase, precision)
             seen = self.host.block(block, batch, precision, phase)
-            host = cost.host_seconds * self._host_scale(block, precision) if seen is None else self._mode * seen
+            host = cost.host_seconds if seen is None else self._mode * seen
             self._blocks[key] = cost if host == cost.host_seconds else dataclasses.replace(cost, host_seconds=host)
         return self._blocks[key]
-
-    def _host_scale(self, block: Block, precision: str, policy: str = "none", default: float = 1.0) -> float:
-        """Main-thread time of a block's launches in the trainer over the calibration's, both directions, as short runs have shown."""
-        if self.calibration is None or self.device.kind == "cpu":
-            return default
-        return self.calibration.constants.get(f"host_scale/{block_key(block.kind, precision, policy)}", default)
 
     def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
         """What runs again before a block's backward."""
@@ -187,14 +179,10 @@ class Pricer:
         both = dataclasses.replace(both, seconds=both.seconds + run.seconds, host_seconds=both.host_seconds + run.host_seconds,
                                    flops=both.flops + run.flops, bytes=both.bytes + run.bytes, parts=(*both.parts, *run.parts))
         whole = self._corrected(block, batch, both, BACKWARD, precision, policy)
-        host = whole.host_seconds - plain.host_seconds / self._host_scale(block, precision)
+        host = whole.host_seconds - plain.host_seconds
         if self._composition(block, FORWARD, precision, policy) is not None:
             host += (self._corrected(block, batch, forward, FORWARD, precision, policy).host_seconds
                      - self._corrected(block, batch, forward, FORWARD, precision).host_seconds)
-        known = self._host_scale(block, precision)
-        scale = self._host_scale(block, precision, policy, known)
-        launched = self.block(block, batch, precision, FORWARD).host_seconds + plain.host_seconds
-        host = scale * (launched / known + host) - launched
         seconds = max(whole.seconds - plain.seconds, 0.0)
         share = seconds / whole.seconds if whole.seconds > 0 else 0.0
         return Cost(seconds=seconds, host_seconds=max(host, 0.0), flops=run.flops, bytes=run.bytes, compute_bound=run.compute_bound,

@@ -18,9 +18,7 @@ BLOCK_PREFIX = "block:"
 # Not ops: single figures of the device.  launch_seconds: host time to launch one eager op; context_bytes: memory held before the first tensor;
 # allocator_overhead: reserved / allocated - 1 at the peak; memory_bandwidth [bytes/s], peak_flops (variant = dtype) [FLOP/s]: the best seen.
 # host_copy_bandwidth [bytes/s]: pinned memory to the device; host (variant = what): main-thread seconds of a part of a step in the trainer
-# (costmodel.hosttime); where those are not known, host_scale: main-thread time of a step's launches in the trainer over the same calls
-# alone (variant = kind@dtype[:policy]: the same of the blocks of that kind, under that scale); step_host: main-thread seconds of a step beside its
-# launches;
+# (costmodel.hosttime);
 # in_step (variant = phase): seconds of forward or backward within a step over those of its blocks timed alone, at the share of the peak FLOP/s
 # `utilisation`; its logarithm grows by `slope` with that share;
 # library_bytes: workspaces that libraries allocate and keep; workspace (variant = kind@dtype[:policy]): bytes that backward of a block has beside
@@ -32,8 +30,7 @@ BLOCK_PREFIX = "block:"
 # that a rank waits for others to arrive at collectives over its seconds of compute, work being even.
 CONSTANT_PREFIX = "constant:"
 CONSTANTS = ("launch_seconds", "graph_launch_seconds", "context_bytes", "allocator_overhead", "memory_bandwidth", "peak_flops", "step_overhead",
-             "link_bandwidth", "collective_share", "uneven_weight", "host_copy_bandwidth", "host", "host_scale", "step_host", "in_step",
-             "library_bytes",
+             "link_bandwidth", "collective_share", "uneven_weight", "host_copy_bandwidth", "host", "in_step", "library_bytes",
              "processor_share", "peer_wait", "workspace")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from runtime.embedding import Lookup, ShardedEmbeddings
 from runtime.mesh import Meshes
 from runtime.microbench import cases
 from runtime.microbench.cases import noise
-from runtime.microbench.requests import Request, requests
+from runtime.microbench.requests import Request, across, attention_requests, requests
 from runtime.microbench.timing import Run, Timing, measure
 from runtime.mixed_precision import compute_in
 from runtime.model import GEM
@@ -48,13 +49,15 @@ from runtime.precision.linear import use_low_precision
 POLICIES = ("none", "selective", "full")
 # A subject's batch is timed whole and in this part.
 SMALLER = 3
+# By how much batches are smaller whose attention is timed in fp32.
+WIDE_SMALLER = 9
 COPIES = 2
 # Plans that are timed whole; of the others the layers alone.
 WHOLE_PLANS = 12
 # Timed with the blocks.
 _TIMED_ABOVE = frozenset({"embedding_lookup", "embedding_update", "adamw", "unique"})
-# Points a turn of the op kinds with the most features.
-TURNS = {"linear": 5, "attention": 4}
+# Points a turn of what steps spend most on.
+TURNS = {("linear", "bf16"): 12, ("linear", "fp32"): 3, ("bmm", "bf16"): 2, ("attention", "bf16"): 4}
 Report = Callable[[str], None]
 
 
@@ -335,6 +338,25 @@ def op_requests(plans: list[Plan], *, points: float, kinds: frozenset[str] | Non
     return in_turns(wanted, np.random.default_rng(11))
 
 
+def attention_ops(plans: list[Plan]) -> list[Request]:
+    """Attention of the plans' layers on histories of their own: in a batch of their size, in a smaller one, and in fp32, whose kernels are slow, in
+    one smaller yet; the first of every plan first."""
+    rng = np.random.default_rng(13)
+    turns: tuple[list[Request], ...] = ([], [], [])
+    for plan in plans:
+        bf16 = layer_precision(plan) != "fp32"
+        for turn, (divisor, own) in zip(turns, ((1, bf16), (SMALLER, bf16), (WIDE_SMALLER, False))):
+            samples = max(4, plan.local_batch // (divisor if own else WIDE_SMALLER))
+            lengths = {s.name: plan.workload.lengths[s.name].sample(rng, samples) for s in plan.model.sequences}
+            found = attention_requests(plan, lengths)
+            if not own:
+                found = [dataclasses.replace(r, op=dataclasses.replace(r.op, dtype="fp32")) for r in found if not across(r)]
+            turn += [r for r in found if cases.executable(r)]
+    own, smaller, wide = turns
+    first = [r for pair in itertools.zip_longest(own, wide) for r in pair if r is not None]
+    return list({r.op: r for r in (*first, *smaller)}.values())
+
+
 def op_samples(plans: list[Plan], device: torch.device, *, points: float, seconds: float, until: float,
                report: Report = lambda _: None) -> Iterator[Sample]:
     """Single ops of the plans' own shapes and around them until the clock says `until`."""
@@ -354,17 +376,18 @@ def timed_op(request: Request, device: torch.device, seconds: float, *, host: bo
 
 
 def in_turns(wanted: list[Request], rng: np.random.Generator) -> list[Request]:
-    """Op kinds take turns, those that depend on most features with more points a turn, each kind's points in random order: whenever the clock stops,
-    every kind has points from all over its range."""
+    """Op kinds take turns, those that depend on most features with more points a turn, each kind's points in random order, large ones likelier first:
+    whenever the clock stops, every kind has points from all over its range."""
     queues: dict[tuple[str, str, str], list[Request]] = defaultdict(list)
     for request in wanted:
         queues[request.op.kind, request.op.variant, request.op.dtype].append(request)
     for queue in queues.values():
-        rng.shuffle(queue)  # type: ignore[arg-type]
+        keys = rng.exponential(size=len(queue)) / np.sqrt([1.0 + r.op.bytes(ops.FORWARD) for r in queue])
+        queue[:] = [queue[i] for i in np.argsort(keys)]
     found: list[Request] = []
     while len(found) < len(wanted):
-        for (kind, _, _), queue in queues.items():
-            count = TURNS.get(kind, 1)
+        for (kind, _, dtype), queue in queues.items():
+            count = TURNS.get((kind, dtype), 1)
             found += queue[:count]
             del queue[:count]
     return found

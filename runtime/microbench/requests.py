@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 from scipy.stats import qmc
@@ -34,7 +35,7 @@ SPREAD_POINTS = {"linear": 44, "attention": 56, "bmm": 14,
 BELOW, ABOVE = 4.0, 2.0
 # A point above this is too long to repeat within a quick calibration [FLOP and bytes at a CPU core's rates, about 0.1 s].
 CPU_MAX_FLOPS, CPU_MAX_BYTES = 4e9, 5e8
-GPU_MAX_FLOPS, GPU_MAX_BYTES = 3e12, 8e9
+GPU_MAX_FLOPS, GPU_MAX_FP32_FLOPS, GPU_MAX_BYTES = 3e12, 3e11, 8e9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,20 +87,37 @@ def _own(plan: Plan, rng: np.random.Generator) -> list[Request]:
                     found.append(Request(op=_single(one), options=(("bags", float(samples)), ("zipf", 0.0))))
                 elif one.kind != "attention":
                     found.append(Request(op=_single(one)))
-            for block in region.block.parts:
-                for one in block.forward(batch, precisions[region.name]):
-                    if one.kind == "attention":
-                        options = [("causal", float(block.group.causal))]
-                        options += [(k, float(getattr(block.group, k))) for k in ("window", "divisor", "block") if getattr(block.group, k)]
-                        options += _partners(block, one)
-                        seen = np.minimum(lengths[region.sequence], block.limit or np.inf).astype(np.int64)
-                        found.append(Request(op=_single(one), lengths=tuple(seen.tolist()), options=tuple(options)))
+        found += attention_requests(plan, lengths)
         events = sum(shape.tokens for shape in shapes.values())
         found += [Request(op=op("bce", m=samples * len(plan.model.heads))), Request(op=op("input", samples=samples, events=events))]
         found += [r for table in plan.model.tables for r in _table(plan, table, samples, shapes)]
     sizes = {(r.block.num_parameters, r.block.num_tensors) for r in regions(plan.model)}
     total = (sum(r.num_parameters for r in regions(plan.model)), sum(r.count * r.block.num_tensors for r in regions(plan.model)))
     return found + [Request(op=op("adamw", parameters=p, tensors=t)) for p, t in sorted({*sizes, total}, reverse=True)]
+
+
+def attention_requests(plan: Plan, lengths: Mapping[str, np.ndarray]) -> list[Request]:
+    """Every attention op of the plan's blocks on histories of `lengths` by sequence."""
+    found = []
+    precisions = {r.region: r.options[0].precision for r in plan.regions}
+    shapes = {name: JaggedShape.of_lengths(values) for name, values in lengths.items()}
+    samples = max((len(values) for values in lengths.values()), default=0)
+    batch = BatchShape(samples=float(samples), sequences=shapes)
+    for region in regions(plan.model):
+        for block in region.block.parts:
+            for one in block.forward(batch, precisions[region.name]):
+                if one.kind == "attention":
+                    options = [("causal", float(block.group.causal))]
+                    options += [(k, float(getattr(block.group, k))) for k in ("window", "divisor", "block") if getattr(block.group, k)]
+                    options += _partners(block, one)
+                    seen = np.minimum(lengths[region.sequence], block.limit or np.inf).astype(np.int64)
+                    found.append(Request(op=_single(one), lengths=tuple(seen.tolist()), options=tuple(options)))
+    return found
+
+
+def across(request: Request) -> bool:
+    """Whether an attention op's queries or keys are no history."""
+    return not {"queries", "keys"}.isdisjoint(dict(request.options))
 
 
 def _partners(block: Block, one: Op) -> list[tuple[str, float]]:
@@ -140,7 +158,8 @@ def _distinct(found: list[Request]) -> list[Request]:
 
 def _fitting(found: list[Request], gpu: bool) -> list[Request]:
     flops, num_bytes = (GPU_MAX_FLOPS, GPU_MAX_BYTES) if gpu else (CPU_MAX_FLOPS, CPU_MAX_BYTES)
-    return [r for r in found if r.op.flops(ops.FORWARD) <= flops and r.op.bytes(ops.FORWARD) <= num_bytes]
+    most = {"fp32": GPU_MAX_FP32_FLOPS} if gpu else {}
+    return [r for r in found if r.op.flops(ops.FORWARD) <= most.get(r.op.dtype, flops) and r.op.bytes(ops.FORWARD) <= num_bytes]
 
 
 def _spread(own: list[Request], count: int, seed: int) -> list[Request]:

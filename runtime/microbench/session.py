@@ -15,9 +15,11 @@ from runtime.microbench.environment import environment
 
 # Of the budget: what may be waited for compilers, what is left for short runs of the trainer, for the host and then of whole batches. How many of
 # those, under which policies four at a time, and how long before the end none begins [s].
-COMPILE_SHARE, HOST_SHARE, WHOLE_SHARE, WHOLE_RUNS, POLICIES, LAST = 0.36, 0.24, 0.2, 16, ("full", "none"), 2.0
+COMPILE_SHARE, PLAIN_SHARE, ATTENTION_SHARE, HOST_SHARE, WHOLE_SHARE, WHOLE_RUNS, POLICIES, LAST = 0.3, 0.18, 0.15, 0.24, 0.15, 12, ("full", "none"), 2.0
+# Seconds an attention op.
+ATTENTION_SECONDS = 0.008
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
-OPS_PLANS, OP_POINTS, PLAIN_SECONDS = 8, 0.5, 0.012
+OPS_PLANS, OP_POINTS, PLAIN_POINTS, PLAIN_SECONDS = 8, 0.5, 0.1, 0.012
 PLAIN_KINDS = frozenset({"linear", "bmm", "layer_norm", "activation", "elementwise", "cast", "bce", "cross_entropy"})
 KEPT_EVERY = 15.0
 
@@ -44,16 +46,23 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
     if on_gpu:
         ahead = warm.Ahead(plans)
         own.add(gpu.attempted(gpu.constant_samples(device), "constants", report))
-        wanted = gpu.op_requests(plans[:OPS_PLANS], points=OP_POINTS, kinds=PLAIN_KINDS)
-        while ahead.running and wanted and time.perf_counter() < begin + COMPILE_SHARE * budget:
+        # the plans' own shapes: products of other widths say little about theirs
+        wanted = gpu.op_requests(plans, points=PLAIN_POINTS, kinds=PLAIN_KINDS)
+        while wanted and time.perf_counter() < begin + (COMPILE_SHARE if ahead.running else PLAIN_SHARE) * budget:
             own.add(gpu.attempted(gpu.timed_op(wanted[0], device, PLAIN_SECONDS, host=False), str(wanted.pop(0).op), report))
         said = ahead.wait(begin + COMPILE_SHARE * budget - time.perf_counter())
         report(f"kernels compiled ahead: {time.perf_counter() - begin:.0f} s, {len(own.samples)} samples meanwhile; {said}")
     whole = end - WHOLE_SHARE * budget
+    if on_gpu:
+        attention = begin + (COMPILE_SHARE + ATTENTION_SHARE) * budget
+        for number, request in enumerate(wanted := gpu.attention_ops(plans)):
+            if time.perf_counter() > attention:
+                report(f"out of time for attention before op {number + 1}/{len(wanted)}")
+                break
+            own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
+        report(f"{len(own.samples)} samples with attention alone, {time.perf_counter() - begin:.0f} s")
     for found in gpu.device_samples(plans, device, until=whole - HOST_SHARE * budget, report=report):
         own.add([found])
-    if on_gpu:
-        own.add([gpu.constant("context_bytes", gpu.context_bytes())])
     own.add(gpu.attempted(hosted.host_samples(plans, device, until=whole, report=report), "host", report))
     report(f"{len(own.samples)} samples with those of the host, {time.perf_counter() - begin:.0f} s")
     if on_gpu:
@@ -66,6 +75,8 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
         if time.perf_counter() > end:
             break
         own.add(gpu.attempted(gpu.timed_op(request, device, PLAIN_SECONDS), str(request.op), report))
+    if on_gpu:  # at the end: a kernel that spills makes it larger for good
+        own.add([gpu.constant("context_bytes", gpu.context_bytes())])
     report(f"{len(own.samples)} samples, {time.perf_counter() - begin:.0f} s")
     return own.environment, own.samples
 

@@ -26,7 +26,8 @@ from costmodel.blocks.measured import block_features
 from costmodel.plan import Plan
 from costmodel.regions import regions
 from runtime.data import open_source
-from runtime.microbench import gpu
+from runtime.microbench import cases, gpu
+from runtime.microbench.requests import across, attention_requests
 
 TIMEOUT = 100.0
 # Even histories, as many as give each multiprocessor two (history, head) pairs, then uneven ones whose events are no multiple of 16: backward of
@@ -92,6 +93,11 @@ def run_blocks(plan: Plan, device: torch.device, *, layers_only: bool = False) -
             run = gpu.block_run(plan, region, block, batch, device, precision, ops.BACKWARD)
             run.run(run.prepare())
             count += 1
+        for request in attention_requests(plan, batch.lengths):
+            if across(request) and cases.executable(request):  # of layers over features, which are timed op by op
+                run = cases.cases(request, ops.BACKWARD, device, 1)[0]
+                run.run(run.prepare())
+                count += 1
     return count
 
 

@@ -155,13 +155,6 @@ def test_without_a_timed_policy_recomputation_is_the_sum_of_its_ops():
         pricer.block(region.block, batch, "bf16", FORWARD).seconds)  # fmt: skip
 
 
-def test_constants_of_the_host_scale_launches_and_add_to_the_step():
-    plan = one_gpu(local_batch=4)
-    bare = sum(launches(lower(plan, calibrated(plan, "full", slower=1.0, host=1.0)).graph).values())
-    more = sum(launches(lower(plan, calibrated(plan, "full", slower=1.0, host=1.0, host_scale=1.5, step_host=1e-3)).graph).values())
-    assert more == pytest.approx(1.5 * bare + 1e-3)
-
-
 def test_blocks_take_what_a_step_makes_of_them():
     plan = one_gpu(checkpoint="full")
     region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)
@@ -171,23 +164,6 @@ def test_blocks_take_what_a_step_makes_of_them():
         found = [p.recompute(region.block, batch, "bf16", "full") if one == "recompute" else p.block(region.block, batch, "bf16", one)
                  for p in (Pricer(plan, bare), Pricer(plan, known))]  # fmt: skip
         assert found[1].seconds == pytest.approx(factor * found[0].seconds)
-
-
-def test_a_kind_under_a_policy_has_a_scale_of_its_own_for_both_directions():
-    plan = one_gpu(checkpoint="full")
-    region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)
-    bare = calibrated(plan, "full", slower=1.0, host=2.0)
-    scales = {"host_scale/self_attention@bf16": 1.2, "host_scale/self_attention@bf16:full": 0.7}
-    known = dataclasses.replace(bare, constants={**bare.constants, **scales})
-
-    def host(calibration: Calibration) -> tuple[float, float]:
-        pricer = Pricer(plan, calibration)
-        plain = sum(pricer.block(region.block, batch, "bf16", phase).host_seconds for phase in (FORWARD, BACKWARD))
-        return plain, plain + pricer.recompute(region.block, batch, "bf16", "full").host_seconds
-
-    assert host(known) == pytest.approx((1.2 * host(bare)[0], 0.7 * host(bare)[1]))
-    only = dataclasses.replace(bare, constants={**bare.constants, "host_scale/self_attention@bf16": 1.2})
-    assert host(only) == pytest.approx((1.2 * host(bare)[0], 1.2 * host(bare)[1]))
 
 
 def test_a_slow_loader_makes_the_step():
