@@ -1,8 +1,7 @@
 """The declared space of `benchmarks.fidelity --device cuda`: groups of plans for one model and workload on one GPU.
 
-    model     blocks of one kind, width and depth; head dims that the kernels have; Wukong layers over the features of two models in five, behind an InterFormer
-              layer in a third of those; 4-24 tables
-              of 100,000 or a million rows
+    model     blocks of one kind, width and depth; head dims that the kernels have; Wukong layers over the features of two models in five, behind an
+              InterFormer layer in a third of those; 4-24 tables of 100,000 or a million rows
     workload  histories up to 256-2048 events, uniform, lognormal or all equal; 32 thousand to 500 thousand events a batch
     plans     bf16 with each checkpoint policy on 1 or 2 micro-batches, and fp32 where its steps stay below a quarter of a second
 
@@ -149,7 +148,7 @@ def describe() -> str:
     """One paragraph for the report."""
     return (f"kinds {', '.join(KINDS)}; dim {DIMS[0]}-{DIMS[-1]}; head dim {HEAD_DIMS}; depth {DEPTHS}; mlp factor {MLP_FACTORS}; "
             f"with probability {INTERACTION_SHARE} {INTERACTIONS} Wukong layers of {FM_TOKENS} + {FM_TOKENS} tokens, rank {FM_RANKS}, "
-            f"hidden {FM_HIDDEN}, in a third of those with an InterFormer layer before them; tables {NUM_TABLES} of {TABLE_ROWS} rows x {TABLE_DIMS}; "
+            f"hidden {FM_HIDDEN}, in a third of those behind an InterFormer layer; tables {NUM_TABLES} of {TABLE_ROWS} rows x {TABLE_DIMS}; "
             f"histories {', '.join(LENGTH_KINDS)} up to {MAXIMUM_LENGTHS} events; "
             f"{TOKENS[0]:.0f}-{TOKENS[1]:.0f} events a batch; "
             f"bf16 with checkpoint {', '.join(POLICIES)} x accumulation 1, 2, and fp32 (probability {FP32_SHARE}, below "

@@ -13,9 +13,11 @@ from costmodel.samples import Environment, Sample
 from runtime.microbench import gpu, hosted, trained, warm
 from runtime.microbench.environment import environment
 
-# Of the budget: what may be waited for compilers, what is left for short runs of the trainer, for the host and then of whole batches. How many of
-# those, under which policies four at a time, and how long before the end none begins [s].
-COMPILE_SHARE, PLAIN_SHARE, ATTENTION_SHARE, HOST_SHARE, WHOLE_SHARE, WHOLE_RUNS, POLICIES, LAST = 0.3, 0.18, 0.15, 0.24, 0.15, 12, ("full", "none"), 2.0
+# Of the budget: what may be waited for compilers, what products and the like have at least, then attention, then blocks until short runs of the
+# trainer for the host begin, and what is left behind those for runs of whole batches.
+COMPILE_SHARE, PLAIN_SHARE, ATTENTION_SHARE, HOST_SHARE, WHOLE_SHARE = 0.3, 0.18, 0.15, 0.24, 0.15
+# How many of those, under which policies four at a time, and how long before the end none begins [s].
+WHOLE_RUNS, POLICIES, LAST = 12, ("full", "none"), 2.0
 # Seconds an attention op.
 ATTENTION_SECONDS = 0.008
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.

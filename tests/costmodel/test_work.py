@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from costmodel.blocks.measured import measured_block_ops
-from costmodel.calibration import fit
+from costmodel.calibration import WELL_KNOWN, fit
 from costmodel.cluster import Device
 from costmodel.gpu import timed_ops
 from costmodel.krige import MINIMUM_POINTS
@@ -97,3 +97,27 @@ def test_what_hangs_over_tiles_counts_as_scores():
     found = dict(zip(PARTS, work(ops, values, H200)))
     assert found["weights"] == pytest.approx(1e-13 * (values["pairs"] + HALF_TILE * values["tokens"]) * values["heads"])
     assert found["scores_backward"] == found["weights_backward"] == found["rows"] == 0.0
+
+
+@pytest.mark.parametrize("points, known", [(WELL_KNOWN, True), (WELL_KNOWN - 1, False)])
+def test_a_block_is_the_sum_of_its_ops_where_its_attention_was_timed_alone(points, known):
+    """Then the correction of a few samples at some shapes holds at others, where attention has another share."""
+    rng = np.random.default_rng(4)
+
+    def alone(one, phase: str) -> float:
+        return (2.0 * one.bytes(phase) / 4.8e12 + 3.0 * one.flops(phase) / 989e12) / one.count + 3e-6
+
+    shapes = [features(rng, "hstu") for _ in range(points)]
+    ops = {(one, phase) for values in shapes for phase in (FORWARD, BACKWARD)
+           for one, phase in timed_ops(measured_block_ops("hstu", values, "bf16"), phase, "", ())}
+    samples = [Sample(op=one.kind, variant=one.variant, phase=phase, features=dict(one.features), dtype=one.dtype, seconds=alone(one, phase))
+               for one, phase in ops]
+    for values in shapes[:5]:
+        timed = timed_ops(measured_block_ops("hstu", values, "bf16"), BACKWARD, "", ())
+        samples.append(Sample(op="block:hstu", phase=BACKWARD, features=values, dtype="bf16",
+                              seconds=1.1 * sum(one.count * alone(one, phase) for one, phase in timed)))
+    fitted = fit(Environment(device_name="H200-SXM", device_kind="cuda"), samples, device=H200)
+    composition = fitted.composition("hstu@bf16", BACKWARD, 1)
+    assert bool(composition.shares) is not known
+    if known:
+        assert composition.ratio(features(rng, "hstu"))[0] == pytest.approx(1.1, rel=0.02)

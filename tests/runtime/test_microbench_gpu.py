@@ -10,11 +10,12 @@ from benchmarks.fidelity_gpu_space import _one, _with_interactions
 from benchmarks.fidelity_space import _subject
 from costmodel.blocks.measured import measured_block_ops
 from costmodel.cluster import Cluster, Device
+from costmodel.ops import linear
 from costmodel.plan import Plan
 from costmodel.regions import regions
 from runtime.data import open_source
 from runtime.microbench import cases, gpu
-from runtime.microbench.requests import requests
+from runtime.microbench.requests import Request, requests
 
 CPU = torch.device("cpu")
 H200 = Device(name="H200-SXM", kind="gpu", peak_flops={"fp32": 67e12, "bf16": 989e12}, memory_bytes=141e9, memory_bandwidth=4.8e12)
@@ -118,7 +119,7 @@ def test_every_kind_has_its_turn_and_nothing_is_lost(plan):
     found = gpu.in_turns(wanted, np.random.default_rng(0))
     assert sorted(map(repr, found)) == sorted(map(repr, wanted)) and found != wanted
     kinds = {(r.op.kind, r.op.variant, r.op.dtype) for r in wanted}
-    first = found[:sum(gpu.TURNS.get(kind, 1) for kind, _, _ in kinds)]
+    first = found[:sum(gpu.TURNS.get((kind, dtype), 1) for kind, _, dtype in kinds)]
     assert {(r.op.kind, r.op.variant, r.op.dtype) for r in first} == kinds
 
 
@@ -137,3 +138,20 @@ def test_blocks_and_products_below_16_bits_are_timed_as_such(plan):
         assert cases.executable(request) and not k % 16 and not n % 16
         if m * k * n < 1e7:
             assert cases.cases(request, "forward", CPU, 1)[0].run(None).shape == (m, n)
+
+
+def test_attention_is_timed_at_every_plan_in_two_batches_and_in_fp32(plan):
+    other = dataclasses.replace(plan, local_batch=2 * plan.local_batch)
+    found = gpu.attention_ops([plan, other])
+    assert {r.op.variant for r in found} == {"hstu"} and {r.op.dtype for r in found} == {"bf16", "fp32"}
+    assert len(found[0].lengths) == plan.local_batch and found[0].op.feature("tokens") == sum(found[0].lengths)
+    assert len({r.op for r in found}) == len(found) and max(len(r.lengths) for r in found if r.op.dtype == "fp32") < plan.local_batch
+    timed = list(gpu.timed_op(found[0], CPU, 0.0, host=False))
+    assert [s.phase for s in timed] == ["forward", "backward"] and all(s.host_seconds is None and s.seconds > 0 for s in timed)
+
+
+def test_large_ops_come_first_in_the_turn_of_their_kind():
+    """Not always: every kind's range is to be covered whenever the clock stops."""
+    wanted = [Request(op=linear(float(m), 64, 64, "bf16")) for m in (10, 10**7)] * 40
+    places = [i for i, r in enumerate(gpu.in_turns(wanted, np.random.default_rng(0))) if r.op.feature("m") > 100]
+    assert len(places) == 40 and np.mean(places) < 25
