@@ -17,10 +17,10 @@ and a phase maps it by sums and maxima alone: with D its device time, H its laun
 A phase's numbers depend on few columns, so they are made once for each combination that occurs, and spread by index:
 
     batches    (local batch, policy, ranks)                          the slowest rank's histories
-    blocks     batches x (ep, how experts exchange)                  forward, backward, recomputation of every distinct block
+    blocks     batches x (ep, how experts exchange, execution)       forward, backward, recomputation of every distinct block, and launches
     moves      (fsdp, ddp, ep, transport)                            gathers, reductions, optimizer
     exchanges  (local batch, ep, how experts exchange, transport)    what blocks with spread experts wait for
-    dense      blocks x moves x exchanges x (reshard, execution)     the recurrences of `costmodel.lower` over all blocks, as arrays
+    dense      blocks x moves x exchanges x reshard                  the recurrences of `costmodel.lower` over all blocks, as arrays
     sparse     batches x (sparse layout, accumulation, transport)    the chains of exchange, lookup and update
 
 The last micro-batch also reduces gradients: its reductions run beside the sparse phase, hold back exchanges on their tier, and end before AdamW.
@@ -110,16 +110,13 @@ class Evaluation:
             raise ValueError(f"candidates: candidate {int(uneven[0])}: sparse_group x sparse_replicas is not ddp x fsdp")
         experts = c["ep"], c["expert_all_to_all"]
         self.batches = Keys(c["local_batch"], c["batching"], self.ranks)
-        self.blocks = Keys(self.batches.of, *experts)
+        self.blocks = Keys(self.batches.of, *experts, c["execution"])
         self.moves = Keys(c["fsdp"], c["ddp"], c["ep"], c["transport"])
         self.exchanges = Keys(c["local_batch"], *experts, c["transport"])
-        self.dense = Keys(self.blocks.of, self.moves.of, self.exchanges.of, c["reshard_after_forward"], c["execution"])
+        self.dense = Keys(self.blocks.of, self.moves.of, self.exchanges.of, c["reshard_after_forward"])
         self.sparse = Keys(self.batches.of, c["accumulation"], c["sparse_group"], c["sparse_replicas"], c["fully_sharded_2d"], c["sync_every"],
                             c["transport"])
         self.tiers: dict[str, int] = {"": 0}
-        # launches of each execution mode over eager ones
-        self.modes = np.array([pricer(dataclasses.replace(owner.template, execution=name), owner.calibration)._launch(1.0)
-                               for name in owner.codes["execution"]])
 
     def seconds(self) -> np.ndarray:
         blocks, slow = block_table(self)
@@ -167,12 +164,12 @@ class Evaluation:
 
 def _combine(run: Evaluation, part: np.ndarray, dense: Dense, sparse: Sparse) -> np.ndarray:
     """Bounds of candidates `part`, sorted by accumulation, before slow nodes."""
-    j, k, mode, micros = run.dense.of[part], run.sparse.of[part], run.columns["execution"][part], run.columns["accumulation"][part]
+    j, k, micros = run.dense.of[part], run.sparse.of[part], run.columns["accumulation"][part]
     cap = _streams(dense, sparse, j, k) - 1
-    before, after = sparse.before.at(k, mode, cap), sparse.after.at(k, mode, cap)
+    before, after = sparse.before.at(k, cap), sparse.after.at(k, cap)
     forward, backward = dense.forward.at(j, cap), dense.backward.at(j, cap)
     copy, synced, tail = sparse.copy[k], sparse.synced[k], sparse.tail[k]
-    launch, taken = sparse.launch[k] * run.modes[mode][:, None], np.take_along_axis(sparse.taken[k], cap[:, None, None], axis=2)[..., 0]
+    launch, taken = sparse.launch[k], np.take_along_axis(sparse.taken[k], cap[:, None, None], axis=2)[..., 0]
     last = _Last.of(dense, sparse, j, k, cap, launch, taken)
     out = np.empty(len(part))
     copied, d, h, L = (np.zeros(len(part)) for _ in range(4))

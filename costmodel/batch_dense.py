@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Distinct units and which of them each block of the model is; `(keys, units)` seconds and eager launch seconds; loss `(keys, 4)`: forward,
+    """Distinct units and which of them each block of the model is; `(keys, units)` seconds and launch seconds; loss `(keys, 4)`: forward,
     backward, and the launches of each."""
 
     units: tuple[_Unit, ...]
@@ -37,7 +37,7 @@ def block_table(run: Evaluation) -> tuple[Blocks, np.ndarray]:
     units: tuple[_Unit, ...] = ()
     place = np.zeros(0, dtype=np.int64)
     for i in run.blocks.first:
-        plan = dataclasses.replace(run.plan(i), execution="eager")
+        plan = run.plan(i)
         made = run.builder(plan)
         distinct = {(u.region.name, u.precision, u.checkpoint): u for u in made.units}
         units, names = tuple(distinct.values()), list(distinct)
@@ -144,7 +144,7 @@ def dense_table(run: Evaluation, blocks: Blocks, moves: Moves, exchanges: Exchan
     first = run.dense.first
     b, m, x = run.blocks.of[first], run.moves.of[first], run.exchanges.of[first]
     parts = DenseParts(blocks=blocks, moves=moves, exchanges=exchanges, b=b, m=m, x=x, again=run.columns["reshard_after_forward"][first].astype(bool),
-                        launch=run.modes[run.columns["execution"][first]], scatters=run.columns["fsdp"][first] > 1,
+                        scatters=run.columns["fsdp"][first] > 1,
                         sums=run.columns["ddp"][first] > 1, gpu=run.owner.gpu)
     return parts.table()
 
@@ -160,7 +160,6 @@ class DenseParts:
     m: np.ndarray
     x: np.ndarray
     again: np.ndarray
-    launch: np.ndarray
     scatters: np.ndarray
     sums: np.ndarray
     gpu: bool
@@ -173,20 +172,18 @@ class DenseParts:
         shares, exchanged = self.moves.shares[self.m], self.exchanges.shares[self.x]
         lossy = np.stack([self.scatters & ((shares[:, :, :2] > 0).any(axis=(1, 2))), self.sums & (shares[:, :, 2] > 0).any(axis=1),
                           (exchanged > 0).any(axis=(1, 2))], axis=1)
-        optimizer = self.moves.optimizer[self.m].copy()
-        optimizer[:, 1] *= self.launch
         return Dense(forward=forward, backward=backward, last=last, scattered=scattered, summed=summed, left=left,
-                      tiers=tiers, lossy=lossy, optimizer=optimizer)
+                      tiers=tiers, lossy=lossy, optimizer=self.moves.optimizer[self.m])
 
     def _unit(self, u: int) -> dict[str, np.ndarray]:
         """Everything of distinct unit u, `(keys,)` each."""
         blocks, moves, b, m = self.blocks, self.moves, self.b, self.m
         sent, shares = self.exchanges.seconds[self.x, u], self.exchanges.shares[self.x, u]
-        launch, copies = blocks.launch[b, u] * self.launch[:, None], moves.copies[m, u]
+        launch, copies = blocks.launch[b, u], moves.copies[m, u]
         return {"forward": blocks.forward[b, u], "backward": blocks.backward[b, u], "again": blocks.again[b, u], "forward host": launch[:, 0],
                 "backward host": launch[:, 1], "again host": launch[:, 2], "gather": moves.gather[m, u], "scatter": moves.scatter[m, u],
-                "summed": moves.summed[m, u], "unshard": copies[:, 0], "pack": copies[:, 1], "unshard host": copies[:, 2] * self.launch,
-                "pack host": copies[:, 3] * self.launch, "share gather": moves.shares[m, u, 0], "share scatter": moves.shares[m, u, 1],
+                "summed": moves.summed[m, u], "unshard": copies[:, 0], "pack": copies[:, 1], "unshard host": copies[:, 2],
+                "pack host": copies[:, 3], "share gather": moves.shares[m, u, 0], "share scatter": moves.shares[m, u, 1],
                 "share summed": moves.shares[m, u, 2], "sent": sent[:, 0], "returned": sent[:, 1], "share sent": shares[:, 0],
                 "share returned": shares[:, 1], "count": np.float64((blocks.place == u).sum())}
 
@@ -228,7 +225,7 @@ class DenseParts:
             d = np.maximum(d, h) + unit["forward"]
             begun = device
             compute = compute + unit["unshard"] + unit["forward"]
-        h = h + loss[:, 2] * self.launch
+        h = h + loss[:, 2]
         d = np.maximum(d, h) + loss[:, 0]
         return Phase(D=d[0], V=d[1], H=h[1], compute=compute + loss[:, 0], taken=taken)
 
@@ -260,7 +257,7 @@ class DenseParts:
         other = d
         scattered, reduced, summed = (np.full((2, n), NEVER) for _ in range(3))
         loss = self.blocks.loss[self.b]
-        h = h + loss[:, 3] * self.launch
+        h = h + loss[:, 3]
         tier = np.where(regathers, np.maximum(tier, h) + units[0]["gather"], tier)
         gathered = np.where(regathers, tier, NEVER)
         d = np.maximum(d, h) + loss[:, 1]

@@ -74,7 +74,7 @@ def _ranks(values: np.ndarray) -> tuple[np.ndarray, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One task of a chain for every sparse key `(keys,)`: seconds, eager launch seconds, share taken of compute, tier (0: the compute stream)."""
+    """One task of a chain for every sparse key `(keys,)`: seconds, launch seconds, share taken of compute, tier (0: the compute stream)."""
 
     seconds: np.ndarray
     launch: np.ndarray
@@ -93,8 +93,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """Chains of tasks that wait for one another in order, `(n,)`; V and H `(n, modes)` by execution mode, whose launches are `modes` times
-    eager ones."""
+    """Chains of tasks that wait for one another in order, `(n,)`."""
 
     D: np.ndarray
     V: np.ndarray
@@ -103,16 +102,16 @@ class Chains:
     taken: np.ndarray
 
     @classmethod
-    def of(cls, slots: Sequence[Slot], modes: np.ndarray) -> Chains:
+    def of(cls, slots: Sequence[Slot]) -> Chains:
         n = len(slots[0].seconds)
-        host, end = np.zeros((n, len(modes))), np.full((n, len(modes)), NEVER)
+        host, end = np.zeros(n), np.full(n, NEVER)
         for slot in slots:
             # an empty slot is no task: nothing of it waits for a launch
             there = (slot.seconds > 0) | (slot.launch > 0)
-            host = host + slot.launch[:, None] * modes
-            end = np.where(there[:, None], np.maximum(end, host) + slot.seconds[:, None], end)
+            host = host + slot.launch
+            end = np.where(there, np.maximum(end, host) + slot.seconds, end)
         return cls(D=np.sum([s.seconds for s in slots], axis=0), V=end, H=host, compute=np.sum([s.compute for s in slots], axis=0),
                    taken=np.sum([s.taken for s in slots], axis=0))
 
-    def at(self, index: np.ndarray, mode: np.ndarray, cap: np.ndarray) -> At:
-        return At(D=self.D[index], V=self.V[index, mode], H=self.H[index, mode], W=self.compute[index] + self.taken[index, cap])
+    def at(self, index: np.ndarray, cap: np.ndarray) -> At:
+        return At(D=self.D[index], V=self.V[index], H=self.H[index], W=self.compute[index] + self.taken[index, cap])

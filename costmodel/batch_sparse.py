@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Sparse:
     """By sparse key: copy of the input [s]; the chains before the splits are read and after (`synced`: whether they are); behind backward,
     by `_TAIL`:
-    seconds, eager launch seconds `(keys, 5)` and what is taken of compute `(keys, 5, 4)`; tiers `(keys, 2)` of exchange and replicas, and whether
+    seconds, launch seconds `(keys, 5)` and what is taken of compute `(keys, 5, 4)`; tiers `(keys, 2)` of exchange and replicas, and whether
     their collectives take from compute."""
 
     copy: np.ndarray
@@ -101,7 +101,7 @@ def sparse_table(run: Evaluation) -> Sparse:
     tail = [slots[name] for name in _TAIL]
     exchange, replicas = ([slots[n] for n in names] for names in (("counts", "ids", "embeddings", "gradients"),
                                                                  ("tables gather forward", "tables gather backward", "average")))
-    return Sparse(before=Chains.of([slots[n] for n in _BEFORE], run.modes), after=Chains.of([slots[n] for n in _AFTER], run.modes),
+    return Sparse(before=Chains.of([slots[n] for n in _BEFORE]), after=Chains.of([slots[n] for n in _AFTER]),
                    copy=copy, synced=synced, tail=np.stack([s.seconds for s in tail], axis=1), launch=np.stack([s.launch for s in tail], axis=1),
                    taken=np.stack([s.taken for s in tail], axis=1),
                    tiers=np.stack([np.max([s.tier for s in group], axis=0) for group in (exchange, replicas)], axis=1),

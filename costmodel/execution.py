@@ -7,10 +7,14 @@
 """
 from __future__ import annotations
 
+from costmodel.blocks import Block
 from costmodel.blocks.base import QUANTIZED
+from costmodel.calibration import Calibration
+from costmodel.hosttime import PASSES, HostTimes, layer_name
+from costmodel.model import Model
 from costmodel.plan import Plan
 from costmodel.precision import LOW_PRECISIONS
-from costmodel.regions import over_samples
+from costmodel.regions import over_samples, regions
 
 
 def refusal(plan: Plan) -> str | None:
@@ -36,3 +40,27 @@ def refusal(plan: Plan) -> str | None:
             if option.checkpoint != "none":
                 return f"region {region.region} is under checkpoint policy {option.checkpoint}; what a graph keeps is never freed, use none"
     return None
+
+
+def fits_execution(model: Model, execution: str, region: str, precision: str, checkpoint: str) -> bool:
+    """Whether a region under these options is launched so: captured ones keep everything in 16 bits or more, and compiled ones, which could do
+    otherwise, were timed that way."""
+    if execution == "cuda_graph" and region in over_samples(model):
+        return checkpoint == "none" and precision not in LOW_PRECISIONS
+    return execution != "compile" or checkpoint == "none"
+
+
+def unpriced(model: Model, execution: str, calibration: Calibration | None) -> str | None:
+    """Why what an execution saves is assumed, not measured; None where a calibration has its figures for every region that it concerns."""
+    if execution == "eager":
+        return None
+    host = HostTimes(calibration.constants if calibration is not None and calibration.device.kind == "gpu" else {})
+    if execution == "cuda_graph":
+        return None if all(host.get(f"{phase}:graph") is not None for phase in PASSES) else "no calibration has timed the launch of a step's graphs"
+    missing = sorted({r.kind for r in regions(model) if not compiled(host, r.block)})
+    return f"no calibration has timed compiled blocks of kind {', '.join(missing)}" if missing else None
+
+
+def compiled(host: HostTimes, block: Block) -> bool:
+    """Whether compiled blocks of the kind were timed."""
+    return all(host.get(f"{phase}:{layer_name(block, 'bf16', execution='compile')}") is not None for phase in PASSES)

@@ -1,6 +1,8 @@
 """Times of ops and blocks on a plan's device: what the tasks of `costmodel.lower` take.
 
 A block's time is the sum of its ops' times under the calibration's correction of that block kind; a missing curve falls to the roofline and says so.
+Blocks that are not launched eagerly (`costmodel.execution`) are priced as those that are, less what was seen to be saved: compiled ones have a host
+time of their own and a share of the device's (`compiled/<phase>:<kind>@<dtype>`), captured ones are launched with the loss.
 """
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from costmodel.ops import BACKWARD, FORWARD, STEP, Op, op
 from costmodel.plan import Plan
 from costmodel.precision import LOW_PRECISIONS, expanded
 from costmodel.quantity import Source, worst
+from costmodel.regions import Region, over_samples, regions
 from costmodel.work import work
 
 # Main-thread time of a step outside everything else (loop, metrics) [Assumed where not measured].
@@ -58,7 +61,7 @@ class Pricer:
     """Times of ops and blocks on one plan's device under one calibration."""
 
     def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
-        self.device, self.calibration, self.execution = plan.cluster.device, calibration, plan.execution
+        self.device, self.calibration = plan.cluster.device, calibration
         self.low_weight_gradients = "low_weight_gradients" in plan.recipe
         self.active_ranks = plan.cluster.devices_per_host if self.device.kind == "cpu" else 1
         if plan.layout.world_size < self.active_ranks:
@@ -118,20 +121,10 @@ class Pricer:
         time, (at_peak, at_bandwidth) = self.time(one, phase), compute.limits(one, phase, self.device)
         seen = self.host.op(one, phase)
         cost = self._costs[one, phase] = Cost(
-            seconds=time.seconds, host_seconds=self._launch(time.host_seconds) if seen is None else self._mode * seen, flops=one.flops(phase),
+            seconds=time.seconds, host_seconds=time.host_seconds if seen is None else seen, flops=one.flops(phase),
             bytes=one.bytes(phase), compute_bound=time.seconds if at_peak >= at_bandwidth else 0.0,
             parts=((time.curve, time.source, time.seconds, time.width),))
         return cost
-
-    def _launch(self, seconds: float) -> float:
-        """Host launch time under the plan's execution mode; a replayed graph launches its ops for next to nothing."""
-        return seconds * self._mode
-
-    @property
-    def _mode(self) -> float:
-        """Launches under the plan's execution mode over eager ones."""
-        return {"compile": compute.COMPILED_LAUNCH_SHARE, "cuda_graph": compute.GRAPH_LAUNCH_SECONDS / compute.EAGER_LAUNCH_SECONDS}.get(
-            self.execution, 1.0)
 
     def _forward(self, block: Block, batch: BatchShape, precision: str) -> Sequence[Op]:
         """The ops of a block's forward."""
@@ -146,7 +139,7 @@ class Pricer:
         if key not in self._blocks:
             cost = self._corrected(block, batch, self.ops(self._forward(block, batch, precision), phase), phase, precision)
             seen = self.host.block(block, batch, precision, phase)
-            host = cost.host_seconds if seen is None else self._mode * seen
+            host = cost.host_seconds if seen is None else seen
             self._blocks[key] = cost if host == cost.host_seconds else dataclasses.replace(cost, host_seconds=host)
         return self._blocks[key]
 
@@ -161,13 +154,13 @@ class Pricer:
                 if again and policy not in QUANTIZED:  # whose passes are no part of the forward that was timed
                     cost = self._corrected(block, batch, cost, FORWARD, precision)
             seen = self.host.policy(block, batch, precision, policy)
-            self._blocks[key] = cost if seen is None or not again else dataclasses.replace(cost, host_seconds=self._mode * max(sum(seen), 0.0))
+            self._blocks[key] = cost if seen is None or not again else dataclasses.replace(cost, host_seconds=max(sum(seen), 0.0))
         return self._blocks[key]
 
     def early(self, block: Block, batch: BatchShape, precision: str, policy: str) -> float:
         """Host seconds of `recompute` that are spent in forward already."""
         forward, backward = self.host.policy(block, batch, precision, policy) or (0.0, 0.0)
-        return self._mode * min(max(forward, 0.0), max(forward + backward, 0.0))
+        return min(max(forward, 0.0), max(forward + backward, 0.0))
 
     def _under_policy(self, block: Block, batch: BatchShape, precision: str, policy: str, again: Sequence[Op]) -> Cost | None:
         """What a policy adds to a block's backward, and to the host's time in both directions, where blocks were timed under it; else None."""
@@ -214,7 +207,7 @@ class Pricer:
             cost, host = self.ops([op(kind, parameters=block.num_parameters, tensors=block.num_tensors)], STEP), None
             if whole:
                 host = self.host.unit(f"{kind}@1", block.num_tensors)
-            self._blocks[key] = cost if host is None else dataclasses.replace(cost, host_seconds=self._mode * host)
+            self._blocks[key] = cost if host is None else dataclasses.replace(cost, host_seconds=host)
         return self._blocks[key]
 
     def _corrected(self, block: Block, batch: BatchShape, cost: Cost, phase: str, precision: str, policy: str = "none") -> Cost:
@@ -237,16 +230,91 @@ class Pricer:
                                    parts=(*parts, (f"composition:{block.kind}/{phase}", "measured", 0.0, width * cost.seconds * ratio)))
 
 
+class CompiledPricer(Pricer):
+    """Every block compiled by itself."""
+
+    def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
+        super().__init__(plan, calibration)
+        self._eager = pricer(dataclasses.replace(plan, execution="eager"), calibration)
+        # of launches, where no compiled block was timed; else kinds that were not are taken for eager ones
+        self._share = 1.0 if self.host.compiles else compute.COMPILED_LAUNCH_SHARE
+
+    def keep(self, batch: BatchShape) -> None:
+        super().keep(batch)
+        self._eager.keep(batch)
+
+    def block(self, block: Block, batch: BatchShape, precision: str, phase: str) -> Cost:
+        key = (id(block), id(batch), precision, phase)
+        if key not in self._blocks:
+            cost = self._eager.block(block, batch, precision, phase)
+            seen = self.host.block(block, batch, precision, phase, execution="compile")
+            constants = self.calibration.constants if self.calibration is not None else {}
+            ratio = constants.get(f"compiled/{phase}:{block_key(block.kind, precision)}", 1.0)
+            self._blocks[key] = dataclasses.replace(
+                cost, seconds=cost.seconds * ratio, compute_bound=cost.compute_bound * ratio,
+                host_seconds=self._share * cost.host_seconds if seen is None else seen,
+                parts=tuple((curve, source, seconds * ratio, width) for curve, source, seconds, width in cost.parts))
+        return self._blocks[key]
+
+    def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
+        cost = self._eager.recompute(block, batch, precision, policy)
+        return dataclasses.replace(cost, host_seconds=self._share * cost.host_seconds)
+
+    def early(self, block: Block, batch: BatchShape, precision: str, policy: str) -> float:
+        return self._share * super().early(block, batch, precision, policy)
+
+
+class GraphPricer(Pricer):
+    """What works on samples alone is one graph a direction."""
+
+    def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
+        super().__init__(plan, calibration)
+        self._eager = pricer(dataclasses.replace(plan, execution="eager"), calibration)
+        self._model = plan.model
+        self._regions: tuple[Region, ...] = ()
+        self._captured: frozenset[int] = frozenset()
+
+    def keep(self, batch: BatchShape) -> None:
+        super().keep(batch)
+        self._eager.keep(batch)
+
+    def captured(self, block: Block) -> bool:
+        """Whether the block is part of the graphs."""
+        known = regions(self._model)
+        if self._regions is not known:  # made anew since
+            names = over_samples(self._model)
+            self._regions, self._captured = known, frozenset(id(r.block) for r in known if r.name in names)
+        return id(block) in self._captured
+
+    def block(self, block: Block, batch: BatchShape, precision: str, phase: str) -> Cost:
+        cost = self._eager.block(block, batch, precision, phase)
+        if not self.captured(block):
+            return cost
+        share = compute.GRAPH_LAUNCH_SECONDS / compute.EAGER_LAUNCH_SECONDS if self.host.get(f"{phase}:graph") is None else 0.0
+        return dataclasses.replace(cost, host_seconds=share * cost.host_seconds)
+
+    def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
+        return self._eager.recompute(block, batch, precision, policy)
+
+    def _timed(self, one: Op, phase: str) -> Cost:
+        cost, seen = super()._timed(one, phase), self.host.get(f"{phase}:graph")
+        return cost if one.kind != "bce" or seen is None else dataclasses.replace(cost, host_seconds=seen)
+
+
+_PRICERS = {"eager": Pricer, "compile": CompiledPricer, "cuda_graph": GraphPricer}
 _MAX_PRICERS = 16
 MAX_BATCHES = 256  # batches whose block costs are kept
-_pricers: dict[tuple[int, int, str, int, tuple[str, ...]], tuple[object, Calibration | None, Pricer]] = {}
+_pricers: dict[tuple[int, int, str, int, int, tuple[str, ...]], tuple[Plan, Calibration | None, Pricer]] = {}
 
 
 def pricer(plan: Plan, calibration: Calibration | None) -> Pricer:
-    """The Pricer of the plan's very cluster, calibration, execution and ranks on a host, made once: candidates of a search share block costs."""
-    key = (id(plan.cluster), id(calibration), plan.execution, min(plan.layout.world_size, plan.cluster.devices_per_host), plan.recipe)
+    """The Pricer of the plan's very cluster, calibration, execution and ranks on a host, made once: candidates of a search share block costs. What is
+    captured is a model's own."""
+    model = id(plan.model) if plan.execution == "cuda_graph" else 0
+    key = (id(plan.cluster), id(calibration), plan.execution, model, min(plan.layout.world_size, plan.cluster.devices_per_host), plan.recipe)
     if key not in _pricers:
         if len(_pricers) >= _MAX_PRICERS:
             _pricers.clear()
-        _pricers[key] = (plan.cluster, calibration, Pricer(plan, calibration))
+        made = _PRICERS[plan.execution](plan, calibration)  # which makes an eager one, and may clear the others
+        _pricers[key] = (plan, calibration, made)
     return _pricers[key][2]

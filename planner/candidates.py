@@ -176,29 +176,29 @@ class _Bounds:
         return [k for k, r in enumerate(self.regions) for _ in range(r.count)]
 
     def block_seconds(self) -> tuple[np.ndarray, np.ndarray]:
-        """(`(keys, 2 units + 1)`: least forward and backward seconds of every block, and of the loss both ways, by local batch, batching and places
-        of experts; the key of each candidate). Sets the curve of recomputation of each key."""
-        keys = Keys(*[self.columns[name] for name in ("local_batch", "batching", *_EXPERTS)])
+        """(`(keys, 2 units + 1)`: least forward and backward seconds of every block, and of the loss both ways, by local batch, batching, execution
+        and places of experts; the key of each candidate). Sets the curve of recomputation of each key."""
+        keys = Keys(*[self.columns[name] for name in ("local_batch", "batching", "execution", *_EXPERTS)])
         plans = [self.pricing.base(int(i)) for i in keys.first]
-        batches, prices = [batch_shape(plan, self.pricing.slowest(plan)[0]) for plan in plans], pricer(plans[0], self.calibration)
-        for batch in batches:
-            prices.keep(batch)
+        batches, prices = [batch_shape(plan, self.pricing.slowest(plan)[0]) for plan in plans], [pricer(plan, self.calibration) for plan in plans]
+        for batch, own in zip(batches, prices):
+            own.keep(batch)
         priced: dict[tuple[int, ...], BlockPrices] = {}
         found = []
         for k, choices in enumerate(self.choices[r.name] for r in self.regions):
-            blocks = [regions(plan.model, plan.layout)[k].block for plan in plans]
-            rows_of = {id(block): tuple(i for i, other in enumerate(blocks) if other is block) for block in blocks}
+            blocks = [(regions(plan.model, plan.layout)[k].block, own) for plan, own in zip(plans, prices)]
+            rows_of = {(id(block), id(own)): tuple(i for i, (b, p) in enumerate(blocks) if b is block and p is own) for block, own in blocks}
             parts = []
             for rows in rows_of.values():
                 if rows not in priced:
-                    priced[rows] = BlockPrices(prices, [batches[i] for i in rows])
-                parts.append(self.region_seconds(blocks[rows[0]], choices, priced[rows]))
+                    priced[rows] = BlockPrices(prices[rows[0]], [batches[i] for i in rows])
+                parts.append(self.region_seconds(blocks[rows[0]][0], choices, priced[rows]))
             back = np.argsort(np.concatenate([np.array(rows) for rows in rows_of.values()]))
             found.append(tuple(np.concatenate(arrays, axis=1)[:, back] for arrays in zip(*parts)))
         times = np.stack([least for least, _ in found], axis=-1)[..., self.units]
         self.curves = [saving_curve([(r.count, points[:, k].tolist()) for r, (_, points) in zip(self.regions, found)]) for k in range(len(batches))]
         rows = [batch.samples * len(plans[0].model.heads) for batch in batches]
-        loss = [sum(prices.ops([op("bce", m=m)], phase).seconds for phase in (FORWARD, BACKWARD)) for m in rows]
+        loss = [sum(own.ops([op("bce", m=m)], phase).seconds for phase in (FORWARD, BACKWARD)) for m, own in zip(rows, prices)]
         return np.concatenate([*times, np.array(loss)[:, None]], axis=1), keys.of
 
     @staticmethod

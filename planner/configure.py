@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from costmodel.execution import refusal
 from costmodel.model import TableGroup
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.precision import emulated, unfit_block
@@ -76,6 +77,8 @@ def predict_only(plan: Plan) -> tuple[str, ...]:
     known = {r.name: r.block for r in regions(plan.model)}
     reasons |= {f"precision {o.precision} in {r.region}: {why}" for r in plan.regions for o in r.options
                 if (why := unfit_block(known[r.region], o.precision)) is not None}
+    if (refused := refusal(plan)) is not None:
+        reasons.add(f"execution {plan.execution}: {refused}")
     if plan.exchange != "rows":
         reasons.add("exchange: the runtime sends distinct rows")
     return tuple(sorted(reasons))

@@ -91,9 +91,9 @@ class Listing:
     excluded: tuple[Excluded, ...]
 
 
-def listing(scenario: ResolvedScenario) -> Listing:
-    """The space of a scenario. Raises UsageError when pins and exclusions leave nothing."""
-    space = build_space(scenario)
+def listing(scenario: ResolvedScenario, calibration: Calibration | None = None) -> Listing:
+    """The space of a scenario under a calibration. Raises UsageError when pins and exclusions leave nothing."""
+    space = build_space(scenario, calibration)
     columns, log = space.candidates.columns, []
     offers = [Offer(what=name, values=tuple(f"{v}" for v in sorted(set(values.tolist())))) for name, values in columns.items() if name not in KINDS]
     offers += [Offer(what=name, values=tuple(known[v] for v in sorted(set(columns[name].tolist())))) for name, known in KINDS.items()]

@@ -17,6 +17,7 @@ from costmodel.blocks import BatchShape, activation_dtype
 from costmodel.blocks.base import QUANTIZED
 from costmodel.calibration import Calibration
 from costmodel.comms import GroupShape, Network, layout_groups, network
+from costmodel.execution import fits_execution, refusal
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, batch_shape, lower
 from costmodel.memory import BlockMemory, Memory, communicator_bytes, keeps_unsharded, largest_batch, memory, option_memory, reserving
@@ -151,7 +152,9 @@ class Pricing:
             checkpoints=[c.checkpoint for c in used],
             shardings=[t.sharding for t in plan.tables],
         )
-        return dataclasses.replace(plan, predict_only=reasons, emulated=emulated(plan))
+        refused = refusal(plan)
+        return dataclasses.replace(plan, predict_only=(*reasons, *([f"execution {plan.execution}: {refused}"] if refused else [])),
+                                   emulated=emulated(plan))
 
     def price(self, plan: Plan, choice: Choice) -> Priced:
         """Simulated time and memory of a placed plan."""
@@ -178,10 +181,11 @@ class Pricing:
         key = self.duration_key(plan)
         for r in regions(scenario.model):
             if (key, r.name) not in self._undominated:
+                offered = self.offered(plan, r.name)
                 choices, worse = undominated(
-                    self.space.regions[r.name], durations[r.name], memories[r.name], risk_matters=scenario.search.risk_budget is not None
+                    offered, durations[r.name], memories[r.name], risk_matters=scenario.search.risk_budget is not None
                 )
-                self._undominated[key, r.name] = tuple(c for c in self.space.regions[r.name] if c in choices)
+                self._undominated[key, r.name] = tuple(c for c in offered if c in choices)
                 self.dominated.setdefault(r.name, {}).update(worse)
             choices = self._undominated[key, r.name]
             kept[r.name] = {c: durations[r.name][c] for c in choices}
@@ -217,6 +221,12 @@ class Pricing:
     def chain(self, priced: Priced, program: CandidateProgram) -> Cut:
         """The critical chain of a priced plan as a constraint of its candidate's program."""
         return scaled(cut(priced.lowered.graph, program.durations, self.blocks), self.slowest(priced.plan)[1])
+
+    def offered(self, plan: Plan, region: str) -> tuple[RegionChoice, ...]:
+        """The choices of a region that can be launched as the plan is, or all where a pin asks for what cannot."""
+        choices = self.space.regions[region]
+        fitting = tuple(c for c in choices if fits_execution(plan.model, plan.execution, region, c.precision, c.checkpoint))
+        return fitting or choices
 
     @staticmethod
     def duration_key(plan: Plan) -> tuple:

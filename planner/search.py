@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from costmodel.batch_phases import Keys
 from costmodel.calibration import Calibration
 from costmodel.codec import encode
 from costmodel.estimate import estimate
@@ -94,17 +93,13 @@ class Search:
         self.start = time.perf_counter()
         self.scenario, self.calibration, self.gap = scenario, calibration, gap
         self.deadline = None if time_limit is None else self.start + time_limit
-        self.space = build_space(scenario)
+        self.space = build_space(scenario, calibration)
         self.pricing = Pricing(scenario, self.space, calibration)
         first = first_bounds(self.pricing)
         self.first, self.fits = first.seconds, first.reserved <= scenario.cluster.usable_memory
         self.least_memory = first.reserved
-        # launches are in no first bound: of candidates that differ in execution only, the one with the fewest comes first and stands for all
-        columns = self.space.candidates.columns
         fitting = np.flatnonzero(self.fits)
-        self.order = fitting[np.lexsort((fitting, -columns["execution"][fitting], self.first[fitting]))]
-        self.twins = Keys(*[values for name, values in columns.items() if name != "execution"]).of
-        self.opened: set[int] = set()
+        self.order = fitting[np.lexsort((fitting, self.first[fitting]))]
         self.next = 0
         self.heap: list[tuple[float, int]] = []
         self.open: dict[int, _Open] = {}
@@ -156,14 +151,9 @@ class Search:
         self.advance(*heapq.heappop(self.heap))
 
     def open_next(self) -> None:
-        """The program of the unsolved candidate with the lowest first bound; of candidates that differ in execution only, the first in `order`."""
+        """The program of the unsolved candidate with the lowest first bound."""
         i = int(self.order[self.next])
         self.next += 1
-        twin = self.twins[i]
-        if twin in self.opened:
-            self.status[i] = "dominated"
-            return
-        self.opened.add(twin)
         self.resolve(i, self.pricing.program(i), floor=float(self.first[i]), chains=0)
 
     def advance(self, bound: float, i: int, *, whatever: bool = False) -> None:

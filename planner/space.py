@@ -10,6 +10,7 @@ Legal layouts (docs/search.md has the reasons):
 
 An option that the runtime cannot execute is predict-only and has its reason in `PREDICT_ONLY`; it enters only when the scenario
 allows it (`search: {predict_only: true}`) or pins it. Whatever stays out is listed with why.
+Executions other than eager run, but enter by themselves only where a calibration has timed what they save (`costmodel.execution.unpriced`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import get_args
 import numpy as np
 
 from costmodel.blocks.base import QUANTIZED
+from costmodel.calibration import Calibration
 from costmodel.cluster import Cluster
+from costmodel.execution import fits_execution, unpriced
 from costmodel.model import TableGroup
 from costmodel.plan import Layout, Wire
 from costmodel.precision import LOW_PRECISIONS, native, unfit_block
@@ -50,14 +53,14 @@ EXECUTABLE = {
     "sharding": SHARDINGS,
     "batching": BATCHINGS,
     "transport": ("nccl", "gloo"),
-    "execution": ("eager",),
+    "execution": EXECUTIONS,
 }
 PREDICT_ONLY = {
     "ncclx": "NCCLX is not part of PyTorch's releases",
     "copy_engine": "copy-engine collectives are not wired into the runtime",
-    "compile": "compiled blocks run (benchmarks/train.py times them), but what they cost a plan is assumed, not calibrated",
-    "cuda_graph": "the runtime does not capture graphs yet",
 }
+ASSUMED = "{}: what it saves is assumed; pin execution, or set search.predict_only, to allow it"
+"""Why an execution that runs is not chosen by itself."""
 UNPRICED = {"host_cached": "the search's program does not price fetching rows; pin it to allow it"}
 """Shardings that are executed and estimated, but chosen by a pin only."""
 MAX_REPLICATED = 2.0**26
@@ -171,14 +174,15 @@ class Space:
     predict_only: bool
 
 
-def build_space(scenario: ResolvedScenario) -> Space:
-    """Every legal candidate of a scenario. Raises UsageError when pins and exclusions leave nothing, naming them together."""
+def build_space(scenario: ResolvedScenario, calibration: Calibration | None = None) -> Space:
+    """Every legal candidate of a scenario. `calibration`: what prices it, for executions are chosen by measured prices only. Raises UsageError when
+    pins and exclusions leave nothing, naming them together."""
     log: list[Excluded] = []
     allow = scenario.search.predict_only
     dense, sparse = _dense(scenario, log), _shardable(scenario, _sparse(scenario, log), log, allow)
     batches = _batches(scenario, log)
     jobs = [
-        _job_options(scenario, what, known, log, allow)
+        _job_options(scenario, what, known, log, allow, calibration)
         for what, known in (("batching", BATCHINGS), ("transport", TRANSPORTS), ("execution", EXECUTIONS))
     ]
     log += _wires(scenario)
@@ -211,6 +215,8 @@ def build_space(scenario: ResolvedScenario) -> Space:
     # A group of one rank exchanges no ids ahead of time.
     if scenario.input_overlap is None:
         keep &= ~((columns["sparse_group"] == 1) & (columns["input_overlap"] == 1))
+    if scenario.pins.execution is None and not allow:
+        keep &= ~((columns["execution"] == EXECUTIONS.index("cuda_graph")) & (columns["accumulation"] > 1))
     for partial in scenario.pins.exclude.layouts:
         match = np.ones(len(table), dtype=bool)
         for key, value in partial.items():
@@ -400,7 +406,8 @@ def _batches(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int,
     return found
 
 
-def _job_options(scenario: ResolvedScenario, what: str, known: tuple[str, ...], log: list[Excluded], allow: bool) -> list[tuple[int]]:
+def _job_options(scenario: ResolvedScenario, what: str, known: tuple[str, ...], log: list[Excluded], allow: bool,
+                 calibration: Calibration | None) -> list[tuple[int]]:
     pinned, banned = getattr(scenario.pins, what), getattr(scenario.pins.exclude, what)
     if pinned is not None and pinned not in known:
         raise UsageError(f"scenario {scenario.name}: {what} {pinned!r} is not known; legal: {', '.join(known)}")
@@ -411,6 +418,8 @@ def _job_options(scenario: ResolvedScenario, what: str, known: tuple[str, ...], 
             reason = Excluded(what=f"{what} {name}", why=f"not for {scenario.cluster.device.kind} ranks", kind="illegal")
         if reason is None and what == "execution" and scenario.cluster.device.kind == "cpu" and index > 0 and pinned is None:
             reason = Excluded(what=f"{what} {name}", why="a CPU rank has no device streams", kind="illegal")
+        if reason is None and what == "execution" and pinned is None and not allow:
+            reason = _execution_reason(scenario, name, calibration)
         if reason is None and what == "batching" and not scenario.model.sequences and index > 0 and pinned is None:
             reason = Excluded(what=f"{what} {name}", why="the model has no sequences", kind="illegal")
         log.append(reason) if reason else found.append((index,))
@@ -419,6 +428,21 @@ def _job_options(scenario: ResolvedScenario, what: str, known: tuple[str, ...], 
         telling = [e for e in out if e.kind != "pinned"] or out
         raise UsageError(f"scenario {scenario.name}: {what}: every option is out: " + "; ".join(f"{e.what}: {e.why}" for e in telling))
     return found
+
+
+def _execution_reason(scenario: ResolvedScenario, name: str, calibration: Calibration | None) -> Excluded | None:
+    """Why an execution is not for the scenario, or not chosen by itself."""
+    if name == "cuda_graph" and scenario.cluster.num_ranks > 1:
+        return Excluded(what=f"execution {name}", why="FSDP gathers and frees parameters within a step; graphs are of one rank", kind="illegal")
+    if (why := unpriced(scenario.model, name, calibration)) is not None:
+        return Excluded(what=f"execution {name}", why=ASSUMED.format(why), kind="predict_only")
+    pins = scenario.pins
+    for region in regions(scenario.model):
+        precision, checkpoint = pins.option("precision", region.name), pins.option("checkpoint", region.name)
+        if not fits_execution(scenario.model, name, region.name, precision or "bf16", checkpoint or "none"):
+            return Excluded(what=f"execution {name}", why=f"not of region {region.name} in {precision or 'any precision'} under checkpoint "
+                            f"{checkpoint or 'none'}, which are pinned", kind="illegal")
+    return None
 
 
 def _reason(what: str, name: str, pinned: str | None, banned: Iterable[str], allow: bool) -> Excluded | None:

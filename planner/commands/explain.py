@@ -44,10 +44,12 @@ def command(
             console.show(diagnosis.comparison(compared))
         return
     if space:
+        from planner import calibrate
         from planner.explain import listing
         from planner.scenario import load_scenario
 
-        listed = listing(load_scenario(plan, with_variants=False))
+        scenario = load_scenario(plan, with_variants=False)
+        listed = listing(scenario, calibrate.find(scenario.cluster, path=calibration).calibration)
         if json:
             console.print_json(encode(listed))
             return

@@ -82,7 +82,7 @@ def test_stretched_lengths():
 def test_transports_and_executions_are_moves_of_their_own(found):
     moves = {s.what: s.seconds for s in found.sensitivities}
     launches = [moves[name] for name in ("launches of the host: compile for eager", "launches of the host: cuda_graph for eager")]
-    assert found.seconds * (1 + 1e-9) >= launches[0] >= launches[1] * (1 - 1e-9) and launches[1] < found.seconds
+    assert max(launches) <= found.seconds * (1 + 1e-9) and launches[0] < found.seconds
 
 
 def test_the_certificate_is_of_the_plan_that_is_shown(found):

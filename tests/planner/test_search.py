@@ -161,13 +161,13 @@ def test_a_job_that_the_host_holds_back_is_proven_quickly(execution):
     scenario = dataclasses.replace(scenario, search=dataclasses.replace(scenario.search, predict_only=execution is None))
     state = Search(scenario, None, time_limit=None, gap=0.01)
     state.run()
-    assert state.certificate(state.lowest_open()).gap <= 0.01 and state.solves < 200
+    assert state.certificate(state.lowest_open()).gap <= 0.01 and state.solves < 300  # every execution is a candidate of its own
     rng, indices = np.random.default_rng(0), np.flatnonzero(state.fits)
     for i in map(int, rng.choice(indices, 25, replace=False)):
         choice = state.pricing.program(i).solve(time_limit=None, gap=0.0)
         priced = state.pricing.price(state.pricing.plan(i, choice), choice)
         assert state.first[i] <= priced.seconds * (1 + 1e-9)
-    assert state.first[state.incumbent_at] > 0.9 * state.incumbent.seconds
+    assert state.first[state.incumbent_at] > (0.9 if execution else 0.85) * state.incumbent.seconds  # launches of compiled blocks bind less
 
 
 def test_critical_chain_lies_between_the_bound_and_the_simulation():

@@ -1,0 +1,116 @@
+"""What executions change in a price: launches of the blocks that they concern and, compiled, their kernels; nothing else."""
+import dataclasses
+
+import numpy as np
+import pytest
+from small_plans import H200, build_model, build_plan
+
+from costmodel.calibration import Calibration, fit
+from costmodel.compute import COMPILED_LAUNCH_SHARE, GRAPH_LAUNCH_SECONDS
+from costmodel.execution import fits_execution, refusal, unpriced
+from costmodel.lower import lower
+from costmodel.model import LayerGroup
+from costmodel.ops import BACKWARD, FORWARD
+from costmodel.plan import Layout, Plan
+from costmodel.regions import over_samples, regions
+from costmodel.samples import CONSTANT_PREFIX, Environment, Sample
+
+WUKONG = LayerGroup(kind="wukong", count=2, mlp_dim=64, options={"num_fm": 4, "num_linear": 4, "rank": 8, "mlp_layers": 2, "compressed": 2})
+EAGER = {"forward:self_attention@bf16+mlp": 1e-3, "backward:self_attention@bf16+mlp": 2e-3, "forward:region@bf16": 1e-4,
+         "backward:region@bf16": 2e-4, "forward:wukong@bf16+mlp": 7e-4, "backward:wukong@bf16+mlp": 9e-4, "forward:loss": 3e-4,
+         "backward:loss": 4e-4, "lookup": 5e-4, "update": 6e-4, "optimizer": 1e-3, "tensor": 1e-6, "input": 2e-3, "other": 1e-4}  # fmt: skip
+GRAPH = {"forward:graph": 1e-4, "backward:graph": 1.5e-4}
+COMPILE = {f"{name}~compile": value / 2 for name, value in EAGER.items() if "@" in name}
+
+
+def calibration(*figures: dict[str, float], **constants: float) -> Calibration:
+    samples = [Sample(op=f"{CONSTANT_PREFIX}host", variant=name, phase="step", features={}, seconds=value)
+               for some in figures for name, value in some.items()]
+    samples.append(Sample(op="elementwise", variant="add", phase=FORWARD, features={"m": 1e3, "n": 1e3}, seconds=1e-5))
+    made = fit(Environment(device_name=H200.name, device_kind="cuda"), samples, device=H200)
+    return dataclasses.replace(made, constants={**made.constants, **constants})
+
+
+def plan_of(execution: str, **fields) -> Plan:
+    model = build_model(layers=(LayerGroup(kind="self_attention", count=3, heads=4, head_dim=64, mlp_dim=1024),))
+    model = dataclasses.replace(model, interaction_layers=(WUKONG,), feature_dim=8)
+    return dataclasses.replace(build_plan(model=model, device=H200, ranks=1, precision="bf16", **fields), execution=execution)
+
+
+def host(plan: Plan, known: Calibration | None) -> dict[str, float]:
+    """By phase."""
+    tasks = lower(plan, known).graph.tasks
+    return {phase: sum(t.host_seconds for t in tasks if t.phase == phase) for phase in (FORWARD, BACKWARD, "sparse", "optimizer")}
+
+
+def device(plan: Plan, known: Calibration | None) -> float:
+    return sum(t.seconds for t in lower(plan, known).graph.tasks)
+
+
+def test_graphs_replace_what_works_on_samples_and_the_loss():
+    known, eager, graph = calibration(EAGER, GRAPH), plan_of("eager"), plan_of("cuda_graph")
+    before, after = host(eager, known), host(graph, known)
+    captured = [r for r in regions(eager.model) if r.name in over_samples(eager.model)]
+    assert {r.kind for r in captured} >= {"wukong", "heads", "mlp"} and not any(r.sequence for r in captured)
+    for phase, block, layer, loss, replay in ((FORWARD, 1e-4, 7e-4, 3e-4, 1e-4), (BACKWARD, 2e-4, 9e-4, 4e-4, 1.5e-4)):
+        saved = sum(r.count * (layer if r.kind == "wukong" else block) for r in captured) + loss - replay
+        assert before[phase] - after[phase] == pytest.approx(saved)
+    assert all(before[phase] == after[phase] for phase in ("sparse", "optimizer"))
+    assert device(eager, known) == device(graph, known)
+
+
+def test_graphs_that_nobody_timed_are_launched_for_next_to_nothing():
+    before, after = host(plan_of("eager"), None), host(plan_of("cuda_graph"), None)
+    model = plan_of("eager").model
+    batch, names = lower(plan_of("eager"), None).batch, over_samples(model)
+    launches = sum(r.count * len(r.block.forward(batch, "bf16")) for r in regions(model) if r.name in names)
+    assert launches * GRAPH_LAUNCH_SECONDS < before[FORWARD] - after[FORWARD] and after[FORWARD] > 0
+    assert before["optimizer"] == after["optimizer"]
+
+
+def test_compiled_blocks_have_a_host_time_and_a_device_time_of_their_own():
+    known = calibration(EAGER, COMPILE, **{"compiled/forward:self_attention@bf16": 0.9})
+    before, after = host(plan_of("eager"), known), host(plan_of("compile"), known)
+    assert before[FORWARD] - after[FORWARD] == pytest.approx((before[FORWARD] - 3e-4) / 2)  # all but the loss
+    eager, compiled = ({t.name: t for t in lower(plan_of(e), known).graph.tasks if t.phase == FORWARD} for e in ("eager", "compile"))
+    for name, task in eager.items():
+        assert compiled[name].seconds == pytest.approx(task.seconds * (0.9 if name == "history.0" else 1.0)), name
+    assumed = host(plan_of("compile"), calibration(EAGER))
+    assert assumed[FORWARD] == pytest.approx(3e-4 + COMPILED_LAUNCH_SHARE * (before[FORWARD] - 3e-4))
+
+
+def test_a_kind_that_was_not_compiled_is_priced_as_an_eager_one():
+    known = calibration(EAGER, {name: value for name, value in COMPILE.items() if "wukong" not in name})
+    blocks = {t.name: t.host_seconds for t in lower(plan_of("compile"), known).graph.tasks if t.phase == FORWARD}
+    assert blocks["interaction.0"] == pytest.approx(7e-4) and blocks["history.0"] == pytest.approx(5e-4)
+    assert unpriced(plan_of("compile").model, "compile", known) == "no calibration has timed compiled blocks of kind wukong"
+
+
+def test_what_a_calibration_has_timed():
+    model, both = plan_of("eager").model, calibration(EAGER, COMPILE, GRAPH)
+    assert all(unpriced(model, execution, both) is None for execution in ("eager", "compile", "cuda_graph"))
+    for known in (None, calibration(EAGER)):
+        assert unpriced(model, "eager", known) is None
+        assert "no calibration has timed" in unpriced(model, "compile", known) and "graphs" in unpriced(model, "cuda_graph", known)
+
+
+def test_options_that_fit_an_execution():
+    model = plan_of("eager").model
+    assert all(fits_execution(model, "eager", r.name, "fp8_row", "full") for r in regions(model))
+    assert [fits_execution(model, "cuda_graph", name, "bf16", "full") for name in ("history.0", "interaction.0", "heads")] == [True, False, False]
+    assert [fits_execution(model, "cuda_graph", "interaction", precision, "none") for precision in ("fp8_row", "fp32")] == [False, True]
+    assert not fits_execution(model, "compile", "history.0", "bf16", "full") and fits_execution(model, "compile", "history.0", "bf16", "none")
+
+
+def test_a_plan_of_several_ranks_is_refused():
+    plan = dataclasses.replace(plan_of("cuda_graph"), layout=Layout(fsdp=2, sparse_group=2))
+    assert "2 ranks" in refusal(plan) and refusal(dataclasses.replace(plan, execution="eager")) is None
+
+
+@pytest.mark.parametrize("execution", ["compile", "cuda_graph"])
+def test_recomputation_and_batches_are_kept_apart(execution):
+    """Prices of one execution do not leak into another's, whatever is asked first."""
+    known = calibration(EAGER, COMPILE, GRAPH)
+    one = [host(plan_of(e), known) for e in ("eager", execution, "eager", execution)]
+    assert one[0] == one[2] and one[1] == one[3] and one[0] != one[1]
+    assert np.isfinite(list(one[1].values())).all()
