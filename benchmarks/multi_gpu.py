@@ -1,15 +1,20 @@
-"""Several GPUs of one host: calibrate the collectives, predict plans of every layout, run them, score the predictions.
+"""Several GPUs of one host: time their links, predict plans of every layout, run them, score the predictions.
 
-    python -m benchmarks.multi_gpu --stage all --work W --resume --seconds 120
-    python -m benchmarks.multi_gpu --stage predict --work W --calibration h200.json      where there is no GPU
-    python -m benchmarks.multi_gpu --stage run --work W --seconds 60                     where there are; what has no result yet
+    python -m benchmarks.multi_gpu --work W --resume --total 520        everything, also in several calls: each goes on where the last one ended
+    python -m benchmarks.multi_gpu --work W --stage predict             before it, where there is no GPU
+    python -m benchmarks.multi_gpu --work W --stage run --ranks 1       what is of one GPU, where there is only one
 
-`--warm` compiles the kernels in processes of their own, side by side, while a launch begins. `calibrate` is one launch of torchrun and writes
-W/collectives.jsonl, W/ops-RANK.jsonl and W/beside.json; `predict` fits them together with W/samples.jsonl (one GPU's, of
-`benchmarks.fidelity --stage calibrate`) into W/calibration.json, unless --calibration is given, asks the planner for its first and second choice, and
-writes every plan with its prediction; `run` is one launch that trains them all (`benchmarks.multi_gpu_ranks`); `report` writes
-docs/results/multi-gpu.{md,json}. A plan that has a result keeps its prediction. With --parts one launch does parts of both. The shortest way to a
-score, where W has W/samples.jsonl: `--stage predict --seed S`, `--stage warm`, then `--stage run --parts collectives predict plans alone links`.
+In order, each only if W lacks it:
+
+    predict   every plan with its prediction (W/NAME/plan.json), among them the planner's first and second choice, from --calibration, or from
+              W/samples.jsonl (one GPU's, of `benchmarks.fidelity --stage calibrate`), else from the calibration that this repository has
+    warm      kernels compiled in processes of their own, side by side and before anything is timed
+    run       one launch of torchrun (`benchmarks.multi_gpu_ranks`): links (W/collectives.jsonl, W/beside.json), with W/samples.jsonl the predictions
+              anew, plans of all GPUs, fp32 last, plans of one GPU, copies and contention by CTAs; a plan that fails or hangs is recorded, and the
+              launch goes on behind it
+    report    docs/results/multi-gpu.{md,json}, losses against one GPU's and scaling among it; --total leaves time for it
+
+A plan that has a result keeps its prediction. With --parts one launch does other parts; `calibrate` and `fit` are of their own for that.
 """
 from __future__ import annotations
 
@@ -45,9 +50,12 @@ COLLECTIVE_TIMEOUT = 45.0
 STARTING, LEAST = 25.0, 20.0
 SEARCH_SECONDS = 20.0
 # Parts of a launch (`multi_gpu_ranks`).
-CALIBRATION, RUNS = ("ops", "collectives", "links"), ("alone", "plans")
+CALIBRATION, RUNS = ("ops", "collectives", "links"), ("plans", "alone")
 LOG, MODULE = "ranks.log", "benchmarks.multi_gpu_ranks"
-WARM_SECONDS = 50.0
+# Seconds that compiling may take, that a whole call takes at most, and those that it leaves for the report.
+WARM_SECONDS, TOTAL, REPORTING = 100.0, 520.0, 15.0
+# The calibration of two such GPUs that predicts where nothing else is given.
+KNOWN = Path(__file__).parents[1] / "costmodel/calibrations/h200-nvlink.json"
 
 
 def calibrate(work: Path, device: str, cluster: Cluster, *, seconds: float, parts: tuple[str, ...] = CALIBRATION,
@@ -139,12 +147,12 @@ def choices(device: str, calibration: Calibration, *, seconds: float, seed: int 
     return {name: dataclasses.replace(plan, seed=seed or 0) for name, plan in zip(multi_gpu_report.CHOICES, (found.plan, found.runners_up[0]))}
 
 
-def warm(work: Path, device: str) -> threading.Thread:
+def warm(work: Path, device: str, *, seconds: float = WARM_SECONDS, ranks: int = RANKS) -> threading.Thread:
     """Begins to compile the kernels of the plans, in processes of their own; plans wait until the file `warming` of theirs is gone. Returns who waits
-    for them."""
+    for them and leaves W/warmed."""
     if not (work / "warm").exists():
         _save_numbered(work / "warm", space.warm_plans(device))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(RANKS)))).split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks)))).split(",")
     children: dict[str, list[subprocess.Popen]] = {}
     for i, path in enumerate(sorted((work / "warm").glob("*.json"))):
         command = [sys.executable, "-m", MODULE, "--device", device, "--warm", str(path)]
@@ -152,7 +160,7 @@ def warm(work: Path, device: str) -> threading.Thread:
         mark = f"{WARMING}-{Plan.load(path).regions[0].options[0].precision}"
         (work / mark).touch()
         children.setdefault(mark, []).append(subprocess.Popen(command, env=variables))
-    until, begin = time.time() + WARM_SECONDS, time.time()
+    until, begin = time.time() + seconds, time.time()
 
     def wait() -> None:
         for mark, group in sorted(children.items()):
@@ -163,6 +171,7 @@ def warm(work: Path, device: str) -> threading.Thread:
                     child.kill()
             (work / mark).unlink(missing_ok=True)
             print(f"{mark}: after {time.time() - begin:.1f} s: {[child.poll() for child in group]}", flush=True)
+        (work / "warmed").touch()
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -182,23 +191,23 @@ def cluster_of(work: Path, device: str) -> Cluster:
 
 
 def run(work: Path, device: str, cluster: Cluster, *, seconds: float, parts: tuple[str, ...] = RUNS,
-        extra: tuple[str, ...] = ()) -> None:
-    """Launches until every plan has a result or the time is over; a launch after a failed plan continues behind it."""
+        extra: tuple[str, ...] = (), ranks: int = RANKS) -> None:
+    """Launches on `ranks` GPUs until every plan has a result or the time is over; a launch after a failed plan continues behind it."""
     until = time.time() + seconds
     while time.time() + (LEAST if device == "cuda" else 0.0) < until:
         before = len(list(work.glob("*/run.json")))
-        code = start(parts, work, device, cluster, until=until, extra=extra)
+        code = start(parts, work, device, cluster, until=until, extra=extra, ranks=ranks)
         if code == 0 or len(list(work.glob("*/run.json"))) + len(list(work.glob("*/started"))) == before:
             return
         parts = tuple(part for part in parts if part in RUNS)
 
 
-def start(parts: tuple[str, ...], work: Path, device: str, cluster: Cluster, *, until: float, extra: tuple[str, ...] = ()) -> int:
+def start(parts: tuple[str, ...], work: Path, device: str, cluster: Cluster, *, until: float, extra: tuple[str, ...] = (), ranks: int = RANKS) -> int:
     """torchrun on all ranks; its output goes to W/ranks.log and here."""
     if "ops" in parts:
         _save_numbered(work / "subjects", space.calibration_plans(device))
     arguments = [*parts, "--work", str(work), "--device", device, "--until", str(until), *extra]
-    command = launch.torchrun_command(MODULE, arguments, ranks_per_host=RANKS)
+    command = launch.torchrun_command(MODULE, arguments, ranks_per_host=ranks)
     variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **launch.environment(cluster), **SAFE,
                  "PLANNER_COLLECTIVE_TIMEOUT": str(COLLECTIVE_TIMEOUT if device == "cuda" else 120)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -219,6 +228,34 @@ def start(parts: tuple[str, ...], work: Path, device: str, cluster: Cluster, *, 
             watch.cancel()
 
 
+def everything(work: Path, device: str, *, total: float, given: Path | None, seed: int | None, search_seconds: float, note: str, out: Path,
+               extra: tuple[str, ...] = ()) -> None:
+    """All of it within `total` seconds, what W lacks."""
+    until = time.time() + total
+    left = lambda: until - time.time() - REPORTING
+    if not (work / "plans.json").exists():
+        if device == "cpu" and given is None and not (work / "collectives.jsonl").exists():
+            calibrate(work, device, cluster_of(work, device), seconds=left(), extra=extra)
+        measured = given is None and ((work / "samples.jsonl").exists() or device == "cpu")
+        predict(work, device, refit(work, cluster_of(work, device)) if measured else load_calibration(given or KNOWN),
+                search_seconds=search_seconds, seed=seed)
+    if not (work / "warmed").exists() and device == "cuda":
+        warm(work, device, seconds=min(WARM_SECONDS, left())).join()
+    if parts := wanted(work, device):
+        run(work, device, cluster_of(work, device), seconds=left(), parts=parts, extra=extra)
+    print(multi_gpu_report.report(work, device, out=out, note=note))
+
+
+def wanted(work: Path, device: str) -> tuple[str, ...]:
+    """The parts of a launch that W lacks."""
+    notes = json.loads((work / "beside.json").read_text()) if (work / "beside.json").exists() else {}
+    linked, some = (work / "collectives.jsonl").exists(), any(work.glob("*/run.json"))
+    again = ("predict",) if (work / "samples.jsonl").exists() and not some else ()
+    waiting = any(not (work / name / "run.json").exists() for name in json.loads((work / "plans.json").read_text()))
+    copied = notes.get("copies") or "copies" in notes.get("failed", {}) or device == "cpu"
+    return (*(() if linked else ("collectives",)), *again, *(RUNS if waiting else ()), *(() if copied else ("links",)))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.multi_gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--stage", choices=("all", "warm", "calibrate", "fit", "predict", "run", "report"), default="all")
@@ -234,6 +271,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="keep what the work folder holds")
     parser.add_argument("--seconds", type=float, default=120.0, help="of each launch: nothing new begins after so long")
     parser.add_argument("--search-seconds", type=float, default=SEARCH_SECONDS, help="of each search for the planner's choices")
+    parser.add_argument("--total", type=float, default=TOTAL, help="seconds of the whole call, where no stage is named")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="1: of stage run what is of one GPU")
     parser.add_argument("--note", default="", help="sentence for the report")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args(arguments)
@@ -244,17 +283,22 @@ def main(arguments: list[str] | None = None) -> int:
     cluster = cluster_of(work, device)
     passed = {"--op-seconds": options.op_seconds, "--steps": options.steps, "--plan-seconds": options.plan_seconds}
     extra = tuple(word for name, value in passed.items() if value is not None for word in (name, str(value)))
+    if stage == "all":
+        everything(work, device, total=options.total, given=options.calibration, seed=options.seed, search_seconds=options.search_seconds,
+                   note=options.note, out=options.out, extra=extra)
+        return 0
     if options.warm or stage == "warm":
-        warm(work, device)
-    if stage == "calibrate" or (stage == "all" and not (work / "collectives.jsonl").exists()):
+        warm(work, device, ranks=options.ranks)
+    if stage == "calibrate":
         calibrate(work, device, cluster, seconds=options.seconds, parts=tuple(options.parts or CALIBRATION), extra=extra)
-    if stage in ("all", "fit", "predict"):
+    if stage in ("fit", "predict"):
         calibration = load_calibration(options.calibration) if options.calibration is not None else refit(work, cluster)
-    if stage in ("all", "predict"):
+    if stage == "predict":
         predict(work, device, calibration, search_seconds=options.search_seconds, seed=options.seed)
-    if stage in ("all", "run"):
-        run(work, device, cluster, seconds=options.seconds, parts=tuple(options.parts or RUNS), extra=extra)
-    if stage in ("all", "report"):
+    if stage == "run":
+        run(work, device, cluster, seconds=options.seconds, parts=tuple(options.parts or (RUNS if options.ranks > 1 else RUNS[1:])), extra=extra,
+            ranks=options.ranks)
+    if stage == "report":
         print(multi_gpu_report.report(work, device, out=options.out, note=options.note))
     return 0
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import faulthandler
+import functools
 import json
 import math
 import os
@@ -45,7 +46,7 @@ from benchmarks.multi_gpu_space import BATCHES, PARTS, warming
 from costmodel.codec import content_hash, encode
 from costmodel.plan import Layout, Plan
 from costmodel.runresult import PHASES
-from costmodel.samples import CONSTANT_PREFIX, Sample, write_samples
+from costmodel.samples import CONSTANT_PREFIX, Sample, read_samples, write_samples
 from runtime import mesh
 from runtime.batch import Batch
 from runtime.data import open_source
@@ -73,10 +74,14 @@ STACKS_EVERY = 20
 class Calibrating:
     """Samples of this job, written by rank 0 after every part."""
 
-    def __init__(self, work: Path, meshes: mesh.Meshes, device: torch.device, *, until: float = math.inf) -> None:
+    def __init__(self, work: Path, meshes: mesh.Meshes, device: torch.device, *, until: float = math.inf, resume: bool = False) -> None:
+        """With `resume` what an earlier job has written stays."""
         self.until = until
         self.work, self.meshes, self.session = work, meshes, Session(device, meshes, math.inf, 0.02)
         self.notes: dict[str, Any] = {"beside": [], "copies": {}, "failed": {}, "uneven": []}
+        if resume and (work / "beside.json").exists() and (work / "collectives.jsonl").exists():
+            self.notes = json.loads((work / "beside.json").read_text()) | {"failed": {}}
+            self.session.samples += read_samples(work / "collectives.jsonl")[1]
 
     def keep(self, timings: Iterator[tuple], *, variant: str = "") -> None:
         for kind, features, timing in timings:
@@ -100,7 +105,8 @@ class Calibrating:
             replicas = mesh.build_meshes(Layout(ddp=ranks, sparse_group=ranks), self.session.device)
             whole = [Sample(op=kind, phase="step", features=features, seconds=timing.seconds, host_seconds=timing.host_seconds)
                      for kind, features, timing in collectives.unit_timings(replicas, repeats=4)]
-            self.hosts({name.replace(":", "@1:") if ":" in name else f"{name}@1": seconds for name, seconds in collectives.unit_hosts(whole).items()})
+            self.hosts({name.replace(":", "@1:") if ":" in name else f"{name}@1": seconds
+                        for name, seconds in collectives.unit_hosts(whole).items() if name.startswith("fsdp")})
 
     def hosts(self, figures: dict[str, float]) -> None:
         """Constants of `costmodel.hosttime`."""
@@ -110,8 +116,8 @@ class Calibrating:
     def beside(self, found: Iterator[contention.Beside], transport: str) -> None:
         """The share of NCCL's own choice of CTAs, and of no CTA at all, become constants."""
         for one in found:
-            self.notes["beside"].append(encode(one))
-            if one.ctas in (None, 0):
+            self.notes["beside"].append({**encode(one), "measured": one.measured})
+            if one.ctas in (None, 0) and one.measured:
                 self.session.keep(f"{CONSTANT_PREFIX}collective_share", "step", {}, one.share, variant=f"{transport}/{one.kind}")
 
     def part(self, name: str, run: Callable[[], None]) -> None:
@@ -267,10 +273,15 @@ def _come_together(device: torch.device) -> None:
     _empty(device)
 
 
+@functools.cache
+def _stamp() -> dict[str, Any]:
+    return results.stamped()
+
+
 def _record(folder: Path, found: dict[str, Any], rank: int) -> None:
     if rank:
         return
-    (folder / "run.json").write_text(json.dumps(found) + "\n")
+    (folder / "run.json").write_text(json.dumps({**found, "measured": _stamp()}) + "\n")
     (folder / "started").unlink(missing_ok=True)
     if "failed" in found:
         _say(f"{folder.name}: {found['failed']}")
@@ -466,7 +477,8 @@ def _parts(options: argparse.Namespace, device: torch.device) -> None:
     if not {"alone", "collectives", "plans", "links"} & set(parts):
         return
     mesh.start(device)
-    job = Calibrating(work, mesh.build_meshes(Layout(fsdp=world, sparse_group=world), device), device, until=until)
+    job = Calibrating(work, mesh.build_meshes(Layout(fsdp=world, sparse_group=world), device), device, until=until,
+                      resume="collectives" not in parts)
     for number, part in enumerate(parts):
         patient = part not in parts[number + 1:]
         if part == "alone":

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 import statistics
@@ -13,6 +14,7 @@ from benchmarks import multi_gpu_space as space
 from benchmarks import results
 from benchmarks.fidelity_gpu import MEASURED
 from benchmarks.results import Row
+from costmodel import contention
 from costmodel.calibration import Calibration
 from costmodel.calibration import load as load_calibration
 from costmodel.comms import GroupShape, network
@@ -25,19 +27,24 @@ CHOICES = ["full-pick", "full-runner-up"]
 STEP, MEMORY, REGRET, SCALING, WANTED = 7.0, 5.0, 3.0, 5.0, 8
 # Exposed communication holds within this share or so many seconds.
 EXPOSED_SHARE, EXPOSED_SECONDS = 0.15, 1e-3
+# What is written where a share is no measurement, and since when a collective's attention outlasts its own launches.
+UNSEEN = "not measured: the attention was launched more slowly than it ran, so that nothing could be lost"
+ATTENTION_SINCE = datetime.datetime.fromisoformat("2026-11-30T22:33:02+00:00")
 # Relative difference of a step's loss on several GPUs from that on one: sums in another order; and in bf16 products rounded to 8 bits besides.
 LOSS = {"fp32": 1e-4, "bf16": 1e-2}
+LEASE = 1.0
 # Plans that deal a step's samples in another order train other steps.
 SAME_STEPS = ("jagged", "padded", "local")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """A plan with the prediction that it was written with, and its run.json."""
+    """A plan with the prediction that it was written with, and its run.json; `where`: the stamp of its run (`results.stamped`)."""
 
     name: str
     plan: Plan
     found: dict[str, Any]
+    where: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def measured(self) -> float:
@@ -88,8 +95,23 @@ def load(work: Path) -> tuple[list[Ran], list[str]]:
             if "failed" in found:
                 failed.append(f"{name}: {found['failed']}")
             else:
-                ran.append(Ran(name=name, plan=Plan.load(work / name / "plan.json"), found=found))
+                ran.append(Ran(name=name, plan=Plan.load(work / name / "plan.json"), found=found, where=_where(work, name, found)))
     return ran, failed
+
+
+def _where(work: Path, name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """When and on what a plan ran: its own stamp, else the launch's."""
+    path = work / MEASURED
+    return found.get("measured") or (json.loads(path.read_text()) if path.exists() else {})
+
+
+def same_lease(one: Ran, other: Ran) -> bool:
+    """Whether two runs are of one host within `LEASE` hours; runs without a stamp are taken for such."""
+    a, b = one.where, other.where
+    if not a or not b:
+        return True
+    apart = abs(datetime.datetime.fromisoformat(a["date"]) - datetime.datetime.fromisoformat(b["date"]))
+    return a["environment"]["cpu"] == b["environment"]["cpu"] and apart < datetime.timedelta(hours=LEASE)
 
 
 def report(work: Path, device: str, *, out: Path, note: str = "") -> Path:
@@ -106,14 +128,21 @@ def report(work: Path, device: str, *, out: Path, note: str = "") -> Path:
     intro = (f"{what}. Every plan was predicted before it ran; nothing of a run entered the calibration. Batches were built beforehand and repeated, "
              f"and the predictions leave the loader out. Exposed communication is what the devices' traces show of collectives with nothing beside "
              f"them. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
-    if not links:
-        intro += (" Rows of links and of what does not run here are earlier ones, with dates of their own in the JSON; an attention beside a "
-                  "collective was launched more slowly than it ran then, and its 1e-09 s are no measurement.")
     intro = f"{intro} {note}".strip()
     measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
     name = "multi-gpu" if device == "cuda" else "multi-gpu-cpu"
     return results.write(name, rows, command=f"python -m benchmarks.multi_gpu --device {device}", title="Several GPUs of one host" if device == "cuda"
-                         else "Several CPU ranks", intro=intro, out=out, measured=measured, resume=not links)  # fmt: skip
+                         else "Several CPU ranks", intro=intro, out=out, measured=measured, resume=True, keep=_of_links)  # fmt: skip
+
+
+def _of_links(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Of an earlier file's rows those of links, with dates of their own in the JSON. Attention was launched more slowly than it ran until
+    `ATTENTION_SINCE`: what was timed beside it before is none."""
+    if not any(word in row["name"] for word in (" beside ", "host link", "largest message", "uneven all-to-alls", "sparse exchange")):
+        return None
+    if " beside attention" in row["name"] and datetime.datetime.fromisoformat(row["date"]) < ATTENTION_SINCE:
+        return {**row, "value": None, "note": UNSEEN}
+    return row
 
 
 def _none_row(work: Path) -> Row:
@@ -180,16 +209,38 @@ def _regret_rows(ran: list[Ran]) -> list[Row]:
 
 
 def _scaling_rows(ran: list[Ran]) -> list[Row]:
-    """Examples/s on all ranks over those on one, same global batch: what the FSDP plan of each subject gains."""
+    """What going from one GPU to several keeps: a step on one with a rank's batch over the step of each plan of the same recipe on all of them. And
+    what the FSDP plan of each subject gains with the same global batch."""
     by_name = {one.name: one for one in ran}
     rows = []
     for name, one in by_name.items():
-        several = by_name.get(name.removesuffix("one") + "fsdp")
-        if name.endswith("-one") and several is not None:
-            predicted, measured = one.predicted / several.predicted, one.measured / several.measured
-            rows.append(Row(name=f"{space.subject(name)}: scaling ratio 1 -> {several.ranks}, error", value=100 * abs(predicted / measured - 1),
-                            unit="%", target=SCALING, better="lower", note=f"predicted {predicted:.3f}, measured {measured:.3f}"))
+        subject, kind = space.subject(name), name.rsplit("-", 1)[1]
+        what = {"local": "scaling ratio 1 -> {}, a rank's batch", "one": "speed-up 1 -> {}, the same global batch"}.get(kind)
+        if what is None or one.ranks > 1:
+            continue
+        several = [o for o in ran if o.ranks > 1 and space.subject(o.name) == subject and _same_recipe(o, one)]
+        several = several if kind == "local" else [o for o in several if o.name == f"{subject}-fsdp"]
+        if not several:
+            continue
+        ratios = [(o.name, one.predicted / o.predicted, one.measured / o.measured) for o in several]
+        errors = [100 * abs(predicted / measured - 1) for _, predicted, measured in ratios]
+        note = "; ".join(f"{n.removeprefix(subject + '-')} predicted {p:.3f}, measured {m:.3f}" for n, p, m in ratios)
+        rows.append(Row(name=f"{subject}: {what.format(several[0].ranks)}, absolute error: median", value=statistics.median(errors), unit="%",
+                        target=SCALING, better="lower", note=note + _other_lease(one, several[0])))
     return rows
+
+
+def _same_recipe(several: Ran, one: Ran) -> bool:
+    """Whether blocks are computed alike: one micro-batch, formats and policies, true histories dealt as they come."""
+    a, b = several.plan, one.plan
+    return (a.regions, a.accumulation, a.batching) == (b.regions, b.accumulation, b.batching)
+
+
+def _other_lease(one: Ran, several: Ran) -> str:
+    if same_lease(one, several):
+        return ""
+    return (f". One GPU ran on another lease ({one.where['date']}, commit {one.where['commit']}, {one.where['environment']['cpu']}), the others on "
+            f"{several.where['date']}, commit {several.where['commit']}, {several.where['environment']['cpu']}: hosts and code differ as well")
 
 
 def loss_difference(one: Ran, alone: Ran) -> float:
@@ -199,15 +250,20 @@ def loss_difference(one: Ran, alone: Ran) -> float:
 
 
 def _loss_rows(ran: list[Ran]) -> list[Row]:
-    alone = {space.subject(one.name): one for one in ran if one.ranks == 1}
+    alone = {space.subject(one.name): one for one in ran if one.ranks == 1 and one.name.endswith("-one")}
     found: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for one in ran:
         other = alone.get(space.subject(one.name))
         comparable = other is not None and one.ranks > 1 and one.plan.batching in SAME_STEPS and one.precision == other.precision
         if comparable and (one.plan.layout.sparse_replicas == 1):  # replicas of tables average another optimizer's state: another training
             found[one.precision].append((loss_difference(one, other), one.name))
+    again = defaultdict(list)
+    for one in ran:
+        if one.name.endswith("-one-micro") and (other := alone.get(space.subject(one.name))) is not None:
+            again[one.precision].append(loss_difference(one, other))
     return [Row(name=f"losses as on one rank, {precision}: largest relative difference", value=max(values)[0], unit="", target=LOSS[precision],
-                better="lower", note=f"{len(values)} plans, worst {max(values)[1]}; every step from the first")
+                better="lower", note=f"{len(values)} plans, worst {max(values)[1]}; every step from the first"
+                                     + (f"; one rank in two micro-batches differs by {max(again[precision]):.2g}" if again[precision] else ""))
             for precision, values in sorted(found.items())]  # fmt: skip
 
 
@@ -281,8 +337,10 @@ def _beside_rows(notes: dict[str, Any]) -> list[Row]:
     for one in notes["beside"]:
         how = {None: "NCCL's own CTAs", 0: "copy engines"}.get(one["ctas"], f"{one['ctas']} CTAs")
         alone = f"{one['bytes'] / 2**20:g} MiB at {one['bytes'] / one['seconds'] / 1e9:.1f} GB/s alone"
-        rows.append(Row(name=f"{one['kind']} beside {one['compute']}, {how}: compute lost a second of it", value=one["share"]["seconds"], unit="s",
-                        better="lower", note=f"{alone}; beside it takes {one['slowed']:.2f} times as long"))
+        seen = one.get("measured", one["share"]["seconds"] > contention.NOTHING_SEEN)
+        rows.append(Row(name=f"{one['kind']} beside {one['compute']}, {how}: compute lost a second of it",
+                        value=one["share"]["seconds"] if seen else None, unit="s", better="lower",
+                        note=f"{alone}; beside it takes {one['slowed']:.2f} times as long" if seen else UNSEEN))
     rows += [Row(name=f"host link: {what}", value=rate / 1e9, unit="GB/s") for what, rate in notes["copies"].items()]
     for phase, (fixed, group, shard) in notes.get("exchange_host", {}).items():
         rows.append(Row(name=f"sparse exchange {phase}: host time of a shard", value=1e6 * shard, unit="us", better="lower",

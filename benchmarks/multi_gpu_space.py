@@ -3,8 +3,9 @@
     full    gem-full, every kind of layer      bf16; fp32 on a smaller batch
     tables  97 tables beside few layers        bf16
 
-`NAME-one` is a workload on one GPU with the same global batch, whose losses the others must repeat. Tables lie row-wise where a plan says nothing
-else.
+`NAME-one` is a workload on one GPU with the same global batch, whose losses the others must repeat, as far as `NAME-one-micro` does, the same in two
+micro-batches: sums in another order, and whatever a training makes of that; `NAME-local` one with the batch that a rank has
+in the others, of which each is to be a share (the scaling ratio). Tables lie row-wise where a plan says nothing else.
 On a CPU the same plans are made of models shrunk to a test's size.
 """
 from __future__ import annotations
@@ -71,14 +72,17 @@ def plans(device: str, ranks: int = 2, seed: int | None = None) -> dict[str, Pla
     full, fp32, tables = (functools.partial(_plan, *_subject(name, device, ranks, seed), seed=seed or 0) for name in ("full", "full-fp32", "tables"))
     whole = Layout(fsdp=ranks, sparse_group=ranks)
     replicas = dataclasses.replace(whole, sparse_group=1, sparse_replicas=ranks)
+    local = {name: _a_ranks(plan, ranks) for name, plan in (("full", full), ("tables", tables))}
     low = "bf16" if device == "cuda" else "fp32"
     return {
         "full-one": full(Layout(), precision=low),
-        "full-fp32-one": fp32(Layout(), precision="fp32"),
         "tables-one": tables(Layout(), precision=low),
+        "full-one-micro": full(Layout(), precision=low, accumulation=2),
+        "tables-one-micro": tables(Layout(), precision=low, accumulation=2),
+        "full-local": local["full"](Layout(), precision=low),
+        "tables-local": local["tables"](Layout(), precision=low),
         "full-fsdp": full(whole, precision=low),
         "tables-fsdp": tables(whole, precision=low),
-        "full-fp32-fsdp": fp32(whole, precision="fp32"),
         "full-ddp": full(Layout(ddp=ranks, sparse_group=ranks), precision=low),
         "full-fsdp-full": full(whole, precision=low, checkpoint="full"),
         "full-ep": full(dataclasses.replace(whole, ep=2), precision=low),
@@ -87,7 +91,16 @@ def plans(device: str, ranks: int = 2, seed: int | None = None) -> dict[str, Pla
         "full-ep-all-to-all": full(dataclasses.replace(whole, ep=2, expert_all_to_all=True), precision=low, checkpoint="selective"),
         "full-overlap-micro": full(whole, precision=low, accumulation=2, input_overlap=True),
         "tables-table-wise": tables(Layout(ddp=ranks, sparse_group=ranks), precision=low, sharding="table_wise"),
+        # last: their kernels take longest to compile
+        "full-fp32-one": fp32(Layout(), precision="fp32"),
+        "full-fp32-fsdp": fp32(whole, precision="fp32"),
     }
+
+
+def _a_ranks(made: functools.partial, ranks: int) -> functools.partial:
+    """The same on the batch of one of so many ranks."""
+    model, workload, cluster = made.args
+    return functools.partial(made.func, model, dataclasses.replace(workload, global_batch=workload.global_batch // ranks), cluster, **made.keywords)
 
 
 def calibration_plans(device: str, seed: int | None = None) -> list[Plan]:

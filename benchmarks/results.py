@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,10 @@ def stamped() -> dict[str, Any]:
 
 
 def write(name: str, rows: list[Row], *, command: str, title: str, intro: str = "", resume: bool = False,
-          out: Path | str = "docs/results", measured: dict[str, Any] | None = None) -> Path:
-    """Writes `out/NAME.json` and `out/NAME.md`; with `resume`, rows of an earlier file that this call did not measure are kept. `measured`: the
-    `stamped()` of rows that were not measured here and now."""
+          out: Path | str = "docs/results", measured: dict[str, Any] | None = None,
+          keep: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda row: row) -> Path:
+    """Writes `out/NAME.json` and `out/NAME.md`; with `resume`, rows of an earlier file that this call did not measure are kept, as what `keep` makes
+    of them (None: dropped). `measured`: the `stamped()` of rows that were not measured here and now."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     where = measured or stamped()
@@ -106,7 +108,7 @@ def write(name: str, rows: list[Row], *, command: str, title: str, intro: str = 
     path = out / f"{name}.json"
     merged: dict[str, dict[str, Any]] = {}
     if resume and path.exists():
-        merged = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+        merged = {row["name"]: row for row in map(keep, json.loads(path.read_text())["rows"]) if row is not None}
     merged.update({row.name: {**row.to_json(), **stamp} for row in rows})
     document = {"schema_version": SCHEMA_VERSION, "command": command, **stamp, "environment": where["environment"], "rows": list(merged.values())}
     for target, text in ((path, json.dumps(document, indent=1) + "\n"), (out / f"{name}.md", _markdown(title, intro, document))):

@@ -5,7 +5,8 @@
 Compute beside it runs at 1 - share. Measured on two H200s: 12.88 ms of GEMM beside a 3.89 ms all-gather of 2 GiB took 14.39 ms; 24 of 132 SMs and
 4.3 GB of HBM traffic in that time give a share of 0.37 and 14.32 ms. Wave quantisation is inside the SM term only on average: a GEMM's own
 waves are not known here.
-A calibration that measured the share (`constant:collective_share`, variant `transport/kind`) replaces the formula.
+A calibration that measured the share (`constant:collective_share`, variant `transport/kind`) replaces the formula; a share of nothing of what holds
+SMs is no measurement (compute launched more slowly than it ran) and does not.
 """
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from costmodel.ops import COLLECTIVES
 
 # Compute never stops wholly: blocks already resident go on. The simulator's floor for the rate beside any number of collectives [Assumed].
 RATE_FLOOR = 0.05
+# A measured share up to this is that of a timing which saw nothing.
+NOTHING_SEEN = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ HBM_TRAFFIC = {"all_gather": 2.0, "reduce_scatter": 3.0, "all_reduce": 4.0, "all
 def compute_share(kind: str, num_bytes: float, seconds: float, device: Device, chosen: Transport, measured: dict[str, float] | None = None) -> float:
     """Share of the device [0, 1) that a collective of `seconds` takes from compute beside it. `measured`: a calibration's constants."""
     found = (measured or {}).get(f"collective_share/{chosen.name}/{kind}")
-    if found is not None:
+    if found is not None and (found > NOTHING_SEEN or not (device.kind == "gpu" and chosen.sms.get(kind, 0.0))):
         return min(max(found, 0.0), 1.0 - RATE_FLOOR)
     if device.kind == "cpu":
         return chosen.cpu_share

@@ -3,7 +3,8 @@
     interval     within one curve errors add up, between curves they are independent: spread = sqrt(sum over curves (sum of seconds x width)^2);
                  where the calibration holds residuals of enough runs (neither fitted nor scored), their quantiles take its place
                  (costmodel.conformal), widened by how much of the time is extrapolated or worse
-    step         on GPUs the steady state of device, host and loader where the host has a lead (costmodel.gpu), else the simulated schedule
+    step         the simulated schedule; on one GPU the steady state of device, host and loader where the host has a lead (costmodel.gpu); on several
+                 that of ranks which meet in their collectives (costmodel.peers)
     phases       a run reports means over ranks, on which the slowest rank's extra work is waiting: phases are the average rank's, and the step
                  minus their sum is exposed communication
     local MFU    model FLOPs / (step without exposed communication and contention x dense peak of bf16, on a CPU of fp32)
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Literal
 
+from costmodel import peers
 from costmodel.calibration import Calibration
 from costmodel.compute import peak_flops
 from costmodel.conformal import widening
@@ -45,7 +47,8 @@ class Estimate:
 
     phases sum to the step. limiting: e.g. `compute`, `hbm_bandwidth`, `communication:rdma`, `input`, `host`. flops_per_rank: model FLOPs of a step;
     local_mfu with `mfu_peak` as its denominator [FLOP/s]. by_source: share of serial time by source. exposed: seconds by tier. imbalance: the
-    slowest rank over the average by what it counts.
+    slowest rank over the average by what it counts. alone: seconds in which a collective runs on a device and no compute does, mean over ranks, as a
+    trace shows them; not those in which compute waits for the host as well (`exposed_communication`).
     """
 
     step_time: Quantity
@@ -63,6 +66,7 @@ class Estimate:
     imbalance: dict[str, float]
     maker: Literal["host", "device"] = "device"
     notes: tuple[str, ...] = ()
+    alone: float = 0.0
 
 
 def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simulated", "bound"] = "simulated") -> Estimate:
@@ -72,21 +76,27 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
     lowered = lower(plan, calibration, factors=factors)
     leads = plan.cluster.device.kind == "gpu" and has_lead(lowered.graph)
     graph = without_launches(lowered.graph) if leads else lowered.graph
-    timeline = simulate(graph) if mode == "simulated" else None
-    own = timeline.step_seconds if timeline is not None else bound(graph)
+    met = _meeting(plan, calibration, lowered, factors) if mode == "simulated" and plan.cluster.device.kind == "gpu" else None
+    timeline = met.slow if met is not None else simulate(graph) if mode == "simulated" else None
+    several = plan.cluster.device.kind == "gpu" and plan.layout.world_size > 1
+    least = (lambda of: peers.least(of, pricer(plan, calibration).host)) if several else bound
+    own = met.seconds if met is not None else timeline.step_seconds if timeline is not None else least(graph)
     steady = _steady(plan, calibration, lowered, own) if leads else None
-    seconds = (own if steady is None else steady.seconds) * slowest.slow_node
+    seconds = (own if steady is None or met is not None else steady.seconds) * slowest.slow_node
+    if steady is not None:
+        seconds = max(seconds, steady.load * slowest.slow_node)
     uneven = any(f.tokens > 1.0 or f.pairs > 1.0 for f in factors.values())
-    average = timeline
-    if uneven and timeline is not None:
+    average = timeline if met is None else met.mean
+    if uneven and timeline is not None and met is None:
         other = lower(plan, calibration).graph
         average = simulate(without_launches(other) if leads else other)
-    parts = _phase_seconds(lowered, average, own * slowest.slow_node)
-    if steady is not None:
+    parts = _phase_seconds(lowered, average, (own if met is None else seconds / slowest.slow_node) * slowest.slow_node)
+    if steady is not None and met is None:
         parts = steady.phases(parts)
         total = sum(parts.values())
         parts = {name: value * seconds / total if total > 0 else value for name, value in parts.items()}
-    maker = "host" if steady is not None and steady.launch > max(steady.device, steady.load) else "device"
+    maker = "host" if steady is not None and steady.launch > max(_compute_seconds(lowered) if met is not None else steady.device, steady.load) else (
+        "device")
     sources = _by_source(lowered)
     widened = widening(sources)
     step = _interval(seconds, lowered.parts, "step", plan, calibration, seconds, maker, widened)
@@ -103,8 +113,21 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         limiting=_limiting(lowered, timeline, parts, steady),
         flops_per_rank=lowered.model_flops, local_mfu=lowered.model_flops / (local * peak) if local > 0 else None, mfu_peak=peak,
         examples_per_second=rate, by_source=sources, mode=mode, exposed=exposed, imbalance=slowest.report(), maker=maker,
-        notes=lowered.notes,
+        notes=lowered.notes, alone=average.alone if average is not None else 0.0,
         dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
+
+
+def _meeting(plan: Plan, calibration: Calibration | None, slow: Lowered, factors: Mapping[str, Factors]) -> peers.Step | None:
+    """The step of several ranks; None of one."""
+    ranks = plan.layout.world_size
+    if ranks == 1:
+        return None
+    other = lower(plan, calibration, factors=peers.rest_of(dict(factors), ranks))
+    return peers.meeting(slow.graph, other.graph, ranks=ranks, host=pricer(plan, calibration).host)
+
+
+def _compute_seconds(lowered: Lowered) -> float:
+    return sum(task.seconds for task in lowered.graph.tasks if task.stream == COMPUTE)
 
 
 def _steady(plan: Plan, calibration: Calibration | None, lowered: Lowered, device: float) -> Steady:

@@ -13,7 +13,7 @@ What the interpreter spends on a block hardly depends on how much the block comp
                                             the library chooses its kernel anew
     accumulate                              a parameter tensor whose gradient is added to the last micro-batch's
     lookup, update                          one table group: every micro-batch, every step
-    optimizer, tensor                       a step, and each parameter tensor
+    optimizer, tensor                       a step, and each parameter tensor; of tensors sharded over ranks `optimizer@sharded`, `tensor@sharded`
     input, other                            a micro-batch taken, a step's rest
     fsdp_gather, fsdp_reduce                an FSDP unit's gather, its reduction; and each parameter tensor of it (`:tensor`); where every rank holds
                                             the unit whole, `fsdp_gather@1`, `fsdp_reduce@1`
@@ -98,6 +98,11 @@ class HostTimes:
     def unit(self, kind: str, tensors: float) -> float | None:
         """Of an FSDP unit of so many parameter tensors; None where it was not measured."""
         fixed, each = self.get(kind), self.get(f"{kind}:tensor")
+        return None if fixed is None or each is None else fixed + each * tensors
+
+    def sharded_optimizer(self, tensors: float) -> float | None:
+        """A step of the optimizer on so many parameter tensors, each of them sharded over ranks; None where it was not measured."""
+        fixed, each = self.get("optimizer@sharded"), self.get("tensor@sharded")
         return None if fixed is None or each is None else fixed + each * tensors
 
     def op(self, one: Op, phase: str) -> float | None:

@@ -488,7 +488,7 @@ class _Builder:
     def optimizer(self, reductions: Sequence[int | None]) -> None:
         parameters = sum(u.region.block.sharded_elements(self.plan.layout.fsdp) for u in self.units)
         tensors = sum(u.region.block.num_tensors for u in self.units)
-        cost = self.pricer.ops([op("adamw", parameters=parameters, tensors=tensors)], STEP)
+        cost = self.pricer.optimizer(parameters, tensors, sharded=self.wrapped)
         self.compute("adamw", cost, "optimizer", deps=reductions)
         seconds, source = self.pricer.step_overhead
         rest = dataclasses.replace(NO_COST, seconds=seconds, parts=(("step_overhead", source, seconds, MINIMUM_WIDTH[source]),))

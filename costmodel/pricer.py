@@ -200,6 +200,12 @@ class Pricer:
         used = min(cost.flops / (seconds * compute.peak_flops(self.device, precision)), 1.0)
         return factor * math.exp(slope * (used - constants.get("in_step/utilisation", used)))
 
+    def optimizer(self, parameters: float, tensors: float, *, sharded: bool) -> Cost:
+        """AdamW on `parameters` of this rank in so many tensors, `sharded` over ranks or its own."""
+        cost = self.ops([op("adamw", parameters=parameters, tensors=tensors)], STEP)
+        seen = self.host.sharded_optimizer(tensors) if sharded else None
+        return cost if seen is None else dataclasses.replace(cost, host_seconds=seen)
+
     def unit(self, kind: str, block: Block, *, whole: bool = False) -> Cost:
         """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`; `whole`: of one that every rank holds whole."""
         key = (id(block), int(whole), kind, STEP)

@@ -9,6 +9,9 @@ and its stream is free. Compute beside collectives runs at the rate
 so a task's end is known once every collective that may start before it is known. Those are exactly the ones that depend on nothing later: one
 pass over the compute stream, resolving the others as far as they go, gives the exact schedule without an event queue.
 
+A collective takes its seconds from when the last rank has come to it; a rank that came earlier waits inside of it, and its compute meanwhile has what
+the collective leaves. `together` gives the schedules of several ranks that meet so in every collective.
+
 bound: the schedule without contention (a longest path: every order above is an edge), and for compute tasks p before q
 
     end(q) >= end(p) + compute between + sum of share x seconds of the collectives that run after p and before q
@@ -18,7 +21,8 @@ because compute proceeds at most at the rate above. p and q are the last compute
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from costmodel.contention import RATE_FLOOR
 from costmodel.stepgraph import COMPUTE, HOST, PHASES, StepGraph, Task
@@ -30,9 +34,10 @@ _UNKNOWN = -1.0
 class Timeline:
     """A simulated step, seconds throughout.
 
-    spans: (task index, start, end) in task order. exposed: compute-stream waits for collectives by tier. phases: main-thread time by phase, disjoint,
-    summing to `step_seconds`. idle: waits of the compute stream by cause: `tier:<name>`, `h2d`, `host` (host tasks), `launch`. busy: by stream.
-    contention: what collectives added to compute beside them.
+    spans: (task index, start, end) in task order. exposed: compute-stream waits for collectives by tier; alone: a collective runs (or waits for
+    another rank) and no compute does, whatever compute waits for. phases: main-thread time by phase, disjoint, summing to `step_seconds`. idle: waits
+    of the compute stream by cause: `tier:<name>`, `h2d`, `host` (host tasks), `launch`. busy: by stream. contention: what collectives added to
+    compute beside them.
     """
 
     spans: tuple[tuple[int, float, float], ...]
@@ -42,6 +47,11 @@ class Timeline:
     idle: dict[str, float]
     busy: dict[str, float]
     contention: float
+    alone: float = 0.0
+
+
+# Seconds within which ranks agree on a meeting, and rounds after which they need not.
+AGREED, ROUNDS = 1e-6, 200
 
 
 def simulate(graph: StepGraph, *, contention: bool = True) -> Timeline:
@@ -50,19 +60,37 @@ def simulate(graph: StepGraph, *, contention: bool = True) -> Timeline:
     return _timeline(graph.tasks, start, end, issue)
 
 
+def together(graphs: Sequence[StepGraph]) -> list[Timeline]:
+    """The schedules of ranks that wait for one another in every collective; their graphs have the same collectives in the same order, else
+    ValueError."""
+    calls = [[i for i, task in enumerate(graph.tasks) if task.kind == "collective"] for graph in graphs]
+    if len({tuple(graph.tasks[i].name for i in own) for graph, own in zip(graphs, calls)}) > 1:
+        raise ValueError("ranks that meet in collectives must have the same ones in the same order")
+    come = [[0.0] * len(calls[0]) for _ in graphs]
+    for _ in range(ROUNDS):
+        made, before = [], [row[:] for row in come]
+        for rank, (graph, own) in enumerate(zip(graphs, calls)):
+            last = {i: max((come[peer][n] for peer in range(len(graphs)) if peer != rank), default=0.0) for n, i in enumerate(own)}
+            made.append(_schedule(graph.tasks, True, last))
+            come[rank] = [made[-1][0][i] for i in own]
+        if all(abs(a - b) <= AGREED for one, other in zip(come, before) for a, b in zip(one, other)):
+            break
+    return [_timeline(graph.tasks, *one) for graph, one in zip(graphs, made)]
+
+
 def step_seconds(graph: StepGraph, *, contention: bool = True) -> float:
     """Only the length of the step."""
     return max(_schedule(graph.tasks, contention)[1], default=0.0)
 
 
-def _schedule(tasks: Sequence[Task], contention: bool) -> tuple[list[float], list[float], list[float]]:
-    """(start, end, launch time) of every task."""
+def _schedule(tasks: Sequence[Task], contention: bool, come: Mapping[int, float] | None = None) -> tuple[list[float], list[float], list[float]]:
+    """(start, end, launch time) of every task. come: when the last other rank comes to a collective, by task."""
     if not contention or not any(t.sm_fraction and t.seconds for t in tasks):
-        return _free_schedule(tasks)
-    return _Contended(tasks).run()
+        return _free_schedule(tasks, come or {})
+    return _Contended(tasks, come or {}).run()
 
 
-def _free_schedule(tasks: Sequence[Task]) -> tuple[list[float], list[float], list[float]]:
+def _free_schedule(tasks: Sequence[Task], come: Mapping[int, float] = MappingProxyType({})) -> tuple[list[float], list[float], list[float]]:
     count = len(tasks)
     start, end, issue = [0.0] * count, [0.0] * count, [0.0] * count
     free: dict[str, float] = {}
@@ -81,7 +109,7 @@ def _free_schedule(tasks: Sequence[Task]) -> tuple[list[float], list[float], lis
             if end[d] > at:
                 at = end[d]
         start[i] = at
-        end[i] = at + task.seconds
+        end[i] = max(at, come.get(i, at)) + task.seconds
         if stream == HOST:
             host = end[i]
         else:
@@ -92,8 +120,8 @@ def _free_schedule(tasks: Sequence[Task]) -> tuple[list[float], list[float], lis
 class _Contended:
     """One pass over the compute stream; before each compute task everything that cannot depend on it is resolved."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks = tasks
+    def __init__(self, tasks: Sequence[Task], come: Mapping[int, float]) -> None:
+        self.tasks, self.come = tasks, come
         count = len(tasks)
         self.start, self.end, self.issue = [0.0] * count, [_UNKNOWN] * count, [_UNKNOWN] * count
         self.host_time, self.host_next = 0.0, 0
@@ -145,7 +173,7 @@ class _Contended:
                     if at < 0.0:
                         break
                     start[i] = at
-                    free = end[i] = at + task.seconds
+                    free = end[i] = max(at, self.come.get(i, at)) + task.seconds
                     if task.sm_fraction and task.seconds:
                         intervals.append((at, free, task.sm_fraction))
                     position += 1
@@ -236,7 +264,24 @@ def _timeline(tasks: Sequence[Task], start: list[float], end: list[float], issue
         wait(-last - 1, step)
     spans = tuple((i, start[i], end[i]) for i in range(len(tasks)))
     return Timeline(spans=spans, step_seconds=step, exposed=exposed, phases=phases, idle=idle, busy=busy,
-                    contention=max(contention, 0.0))
+                    contention=max(contention, 0.0), alone=_alone(tasks, start, end))
+
+
+def _alone(tasks: Sequence[Task], start: list[float], end: list[float]) -> float:
+    """Seconds in which a collective runs and no compute does."""
+    sent = sorted((start[i], end[i]) for i, task in enumerate(tasks) if task.kind == "collective")
+    busy = sorted((start[i], end[i]) for i, task in enumerate(tasks) if task.stream == COMPUTE and end[i] > start[i])
+    return _covered([*sent, *busy]) - _covered(busy)
+
+
+def _covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total = until = 0.0
+    for begin, finish in sorted(intervals):
+        if finish > until:
+            total += finish - max(begin, until)
+            until = finish
+    return total
 
 
 def _stream_predecessors(tasks: Sequence[Task]) -> list[int]:

@@ -260,15 +260,17 @@ def unit_timings(meshes: Meshes, *, repeats: int, depth: int = 4) -> Iterator[tu
 
 
 def unit_hosts(samples: Sequence[Sample]) -> dict[str, float]:
-    """Main-thread seconds of `fsdp_gather` and `fsdp_reduce` among the samples of `unit_timings`, and of each tensor (`:tensor`)."""
+    """Main-thread seconds of `fsdp_gather` and `fsdp_reduce` among the samples of `unit_timings`, and of each tensor (`:tensor`); of AdamW on their
+    sharded tensors."""
     found = {}
-    for kind in ("fsdp_gather", "fsdp_reduce"):
+    for kind in ("fsdp_gather", "fsdp_reduce", "adamw"):
         points = [(s.features["tensors"], s.host_seconds) for s in samples if s.op == kind and s.host_seconds]
         if len({tensors for tensors, _ in points}) > 1:
             tensors, seconds = np.array(points).T
             each, _ = np.polyfit(tensors, seconds, 1)
             each = max(float(each), 0.0)
-            found |= {kind: max(float(np.median(seconds - each * tensors)), 0.0), f"{kind}:tensor": each}
+            fixed = max(float(np.median(seconds - each * tensors)), 0.0)
+            found |= {"optimizer@sharded": fixed, "tensor@sharded": each} if kind == "adamw" else {kind: fixed, f"{kind}:tensor": each}
     return found
 
 

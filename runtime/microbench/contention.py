@@ -4,6 +4,8 @@
 
 The compute is repeated until it outlasts the collective twice over, so that the whole collective is covered. On CUDA both are timed by events on the
 compute stream, the collective on its own stream; on a host by the clock, the transport's threads taking what they take from the rank's core.
+Compute that the host launches more slowly than it runs has pauses of its own and loses nothing that could be seen: then the share is no measurement
+(`launched`).
 
 The collective slows down too: `slowed` is its time beside compute over its time alone. NCCL holds as many SMs as it has CTAs; `by_ctas` makes a
 process group of each number and measures both, fewer SMs against a longer collective.
@@ -33,6 +35,10 @@ PRODUCT = {"cuda": 4096, "cpu": 192}
 ATTENTION = {"cuda": (256, 1024, 8, 128), "cpu": (8, 32, 2, 16)}
 REPEATS = 7
 MOST = 0.95
+# Seconds lost to one of a collective that are none: what a timing is never below.
+NOTHING = 1e-6
+# Launches of the compute over its seconds from which on the device may have waited for them.
+LAUNCH_BOUND = 0.9
 # CTAs of a communicator, and the message that is short enough for one of them.
 CTAS, CTA_BYTES, CTA_KINDS = (1, 2, 4, 8, 16, 32), 1 << 28, ("all_gather", "reduce_scatter", "all_reduce")
 HOST_COPY_BYTES = 1 << 28
@@ -41,7 +47,8 @@ HOST_COPY_BYTES = 1 << 28
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """A collective of `bytes` beside compute. `ctas`: of its communicator, None for NCCL's own choice. `seconds`: of the collective alone; `share`:
-    what compute loses to a second of it; `slowed`: its time beside compute over that alone."""
+    what compute loses to a second of it; `slowed`: its time beside compute over that alone; `launched`: whether the host launched the compute faster
+    than it ran, without which the share means nothing."""
 
     kind: str
     compute: str
@@ -50,12 +57,19 @@ class Beside:
     seconds: float
     share: Timing
     slowed: float
+    launched: bool = True
+
+    @property
+    def measured(self) -> bool:
+        """Whether the share is a measurement. What holds SMs takes something: nothing lost was nothing seen."""
+        return self.launched and (self.ctas == 0 or self.share.seconds > NOTHING)
 
 
 def contention(meshes: Meshes, *, repeats: int = REPEATS, kinds: tuple[str, ...] = COLLECTIVES) -> Iterator[tuple[str, str, Timing]]:
     """(collective, compute beside it, share in [0, 0.95]), the share as a Timing's seconds. Collective over all ranks."""
     for found in beside_compute(meshes, repeats=repeats, kinds=kinds):
-        yield found.kind, found.compute, found.share
+        if found.measured:
+            yield found.kind, found.compute, found.share
 
 
 def beside_compute(meshes: Meshes, *, repeats: int = REPEATS, kinds: tuple[str, ...] = COLLECTIVES, ctas: int | None = None,
@@ -95,8 +109,20 @@ def measure_beside(start: Callable[[], Callable[[], object]], compute: Callable[
     once = _agreed(statistics.median(_timed(compute, device) for _ in range(5)), device)
     count = max(1, math.ceil(2 * taken / once))
     pairs = [_share(start, compute, count, taken, device) for _ in range(repeats)]
+    launching = _agreed(_launching(compute, count, device), device)
     return Beside(kind="", compute="", ctas=None, bytes=0.0, seconds=taken, share=summarize([share for share, _ in pairs]),
-                  slowed=statistics.median(slowed for _, slowed in pairs))
+                  slowed=statistics.median(slowed for _, slowed in pairs), launched=launching < LAUNCH_BOUND * once * count)
+
+
+def _launching(compute: Callable[[], object], count: int, device: torch.device) -> float:
+    """Main-thread seconds of so many launches; on a host launching is running, and none."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        compute()
+    return time.perf_counter() - begin
 
 
 def _share(start: Callable[[], Callable[[], object]], compute: Callable[[], object], count: int, taken: float, device: torch.device

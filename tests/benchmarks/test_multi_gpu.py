@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 
 import pytest
 
@@ -14,6 +15,8 @@ from costmodel.estimate import estimate
 from costmodel.plan import TablePlacement
 from costmodel.runresult import PHASES
 from costmodel.samples import Environment, Sample, write_samples
+from runtime.microbench import contention
+from runtime.microbench.timing import Timing
 
 
 def predicted(plan):
@@ -29,8 +32,11 @@ def test_declared_plans_cover_what_is_asked():
     assert {o.checkpoint for p in several for r in p.regions for o in r.options} == {"none", "selective", "full"}
     for name, plan in made.items():
         one = made.get(space.subject(name) + "-one")
-        assert one is not None and plan.local_batch * plan.accumulation * plan.layout.world_size == one.local_batch
-        assert (plan.model, plan.workload) == (one.model, one.workload)
+        assert one is not None and plan.model == one.model
+        if name.endswith("-local"):  # a rank's batch on one GPU
+            assert plan.layout.world_size == 1 and 2 * plan.local_batch == one.local_batch
+        else:
+            assert plan.local_batch * plan.accumulation * plan.layout.world_size == one.local_batch and plan.workload == one.workload
     assert {p.model.name for p in space.plans("cpu").values()} == {p.model.name for p in made.values()}
 
 
@@ -88,7 +94,8 @@ def test_the_report_of_a_launch(work, tmp_path):
     found = {row["name"]: row for row in json.loads(multi_gpu_report.report(work, "cpu", out=tmp_path).read_text())["rows"]}
     assert found["plans scored"]["value"] == 2 and not found["plans scored"]["passed"]
     assert found["losses as on one rank, fp32: largest relative difference"]["passed"]
-    assert {"plan tables-fsdp", "tables: scaling ratio 1 -> 2, error", "tables: regret of the plan predicted best"} <= set(found)
+    assert {"plan tables-fsdp", "tables: speed-up 1 -> 2, the same global batch, absolute error: median",
+            "tables: regret of the plan predicted best"} <= set(found)
     assert "tables-broken: rank 0: ValueError" in (tmp_path / "multi-gpu-cpu.md").read_text()
 
 
@@ -120,13 +127,15 @@ def known(name: str, *, step: float, of: float, exposed: tuple[float, float] = (
 
 def test_figures_of_known_runs():
     ran = [known("full-one", step=0.2, of=0.2, losses=(1.0, 2.0)), known("full-fsdp", step=0.10, of=0.11, losses=(1.0, 2.001), exposed=(0.01, 0.02)),
-           known("full-ddp", step=0.09, of=0.12, losses=(1.0, 2.0), exposed=(0.0105, 0.01))]  # fmt: skip
+           known("full-ddp", step=0.09, of=0.12, losses=(1.0, 2.0), exposed=(0.0105, 0.01)),
+           known("full-one-micro", step=0.2, of=0.2, losses=(1.0, 2.002))]  # fmt: skip
     rows = {row.name: row for row in multi_gpu_report.plan_rows(ran)}
     assert rows["step time, absolute error: median"].value == pytest.approx(100 * (0.1 + 1 / 3) / 2)
     assert rows["exposed communication: plans within 15 % or 1 ms"].value == 50
     assert rows["full: regret of the plan predicted best"].value == pytest.approx(100 * (0.10 / 0.09 - 1))
-    assert rows["full: scaling ratio 1 -> 2, error"].value == pytest.approx(100 * (2 - 0.2 / 0.11) / 2)
-    assert rows["losses as on one rank, bf16: largest relative difference"].value == pytest.approx(0.0005)
+    assert rows["full: speed-up 1 -> 2, the same global batch, absolute error: median"].value == pytest.approx(100 * (2 - 0.2 / 0.11) / 2)
+    losses = rows["losses as on one rank, bf16: largest relative difference"]
+    assert losses.value == pytest.approx(0.0005) and losses.note.endswith("one rank in two micro-batches differs by 0.001")
 
 
 def test_exposed_communication_holds_within_a_share_or_a_millisecond():
@@ -167,3 +176,67 @@ def test_a_fit_takes_the_later_of_two_and_leaves_the_loader_out(tmp_path):
     (linear,) = (c for c in calibration.curves if c.op == "linear")
     assert [row[3] for row in linear.points] == [2.0]
     assert {c.op for c in multi_gpu.without_loader(calibration).curves} == {"linear", "all_gather"}
+
+
+def beside(share: float, *, ctas: int | None = 4, launched: bool = True) -> contention.Beside:
+    timing = Timing(seconds=share, noise=0.0, repeats=1)
+    return contention.Beside(kind="all_gather", compute="attention", ctas=ctas, bytes=2.0**28, seconds=1e-3, share=timing, slowed=1.0,
+                             launched=launched)
+
+
+def test_a_share_that_could_not_be_seen_is_no_figure():
+    assert beside(0.2).measured and beside(1e-9, ctas=0).measured
+    assert not beside(1e-9).measured and not beside(0.2, launched=False).measured
+    notes = {"beside": [{**encode(one), "measured": one.measured} for one in (beside(0.2), beside(1e-9, ctas=8))], "copies": {}, "failed": {}}
+    seen, unseen = multi_gpu_report._beside_rows(notes)
+    assert seen.value == 0.2 and unseen.value is None and unseen.note == multi_gpu_report.UNSEEN
+
+
+def test_earlier_rows_of_links_stay_but_for_what_was_not_measured(tmp_path):
+    name = "all_gather beside {}, 4 CTAs: compute lost a second of it"
+    earlier = [results.Row(name=name.format("product"), value=0.2, unit="s"), results.Row(name=name.format("attention"), value=1e-9, unit="s"),
+               results.Row(name="plan full-old", value=1.0, unit="ms a step")]
+    results.write("some", earlier, command="-", title="-", out=tmp_path, measured={**results.stamped(), "date": "2026-11-30T18:17:20+00:00"})
+    path = results.write("some", [results.Row(name="plan full-fsdp", value=2.0, unit="ms a step")], command="-", title="-", out=tmp_path, resume=True,
+                         keep=multi_gpu_report._of_links)
+    values = {row["name"]: row["value"] for row in json.loads(path.read_text())["rows"]}
+    assert values == {name.format("product"): 0.2, name.format("attention"): None, "plan full-fsdp": 2.0}
+
+
+def test_the_scaling_ratio_is_a_local_step_over_those_of_plans_like_it_and_says_where_each_ran():
+    here = {**results.stamped(), "date": "2026-12-01T00:32:11+00:00", "commit": "0123abc"}
+    there = {**here, "date": "2026-12-01T03:20:00+00:00", "commit": "9876fed"}
+    local = dataclasses.replace(known("full-local", step=0.09, of=0.10), where=there)
+    several = [dataclasses.replace(known(name, step=step, of=of), where=here)
+               for name, step, of in (("full-fsdp", 0.10, 0.10), ("full-ddp", 0.12, 0.10), ("full-fsdp-full", 0.2, 0.1), ("tables-fsdp", 0.1, 0.1))]
+    (row,) = multi_gpu_report._scaling_rows([local, *several])
+    # 1 against 0.9, 1 against 0.75; another checkpoint policy is another recipe
+    assert row.name.startswith("full: scaling ratio 1 -> 2") and row.value == pytest.approx(100 * (1 / 0.9 + 1 / 0.75 - 2) / 2)
+    assert "fsdp predicted 1.000, measured 0.900" in row.note and "another lease (2026-12-01T03:20:00+00:00, commit 9876fed" in row.note
+    (row,) = multi_gpu_report._scaling_rows([dataclasses.replace(local, where=here), *several])
+    assert "another lease" not in row.note
+
+
+def test_one_call_does_what_is_missing_in_order(tmp_path, monkeypatch):
+    done, work = [], tmp_path / "w"
+
+    def warmed(folder, *args, **kwargs):
+        done.append("warm")
+        (folder / "warmed").touch()
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        return thread
+
+    monkeypatch.setattr(multi_gpu, "predict", lambda folder, *args, **kwargs: (folder / "plans.json").write_text('["full-one"]'))
+    monkeypatch.setattr(multi_gpu, "warm", warmed)
+    monkeypatch.setattr(multi_gpu, "run", lambda *args, parts, **kwargs: done.append(parts))
+    monkeypatch.setattr(multi_gpu_report, "report", lambda *args, **kwargs: done.append("report"))
+    assert multi_gpu.main(["--work", str(work), "--total", "100"]) == 0
+    assert done == ["warm", ("collectives", "plans", "alone", "links"), "report"]
+    (work / "full-one").mkdir()
+    (work / "full-one" / "run.json").write_text("{}")
+    (work / "collectives.jsonl").touch()
+    (work / "beside.json").write_text('{"copies": {"copy alone": 1.0}}')
+    done.clear()
+    assert multi_gpu.main(["--work", str(work), "--resume", "--total", "100"]) == 0
+    assert done == ["report"]

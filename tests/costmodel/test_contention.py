@@ -26,6 +26,12 @@ def test_sms_and_bandwidth_both_count():
     assert compute_share("all_gather", 1.2e9, 1e-3, H200, transport("copy_engine")) == pytest.approx(0.5)
 
 
+def test_a_share_of_nothing_is_no_measurement_where_sms_are_held():
+    formula, nothing = compute_share("all_gather", 1e9, 1e-3, H200, transport("nccl")), {"collective_share/nccl/all_gather": 1e-9}
+    assert compute_share("all_gather", 1e9, 1e-3, H200, transport("nccl"), nothing) == formula > 0.1
+    assert compute_share("all_gather", 1e9, 1e-3, H200, transport("copy_engine"), {"collective_share/copy_engine/all_gather": 0.0}) == 0.0
+
+
 def test_cpu_ranks_share_their_core():
     assert compute_share("all_gather", 1e9, 1e-3, CORE, transport("gloo")) == transport("gloo").cpu_share
     assert compute_share("all_gather", 1e9, 1e-3, CORE, transport("gloo"), {"collective_share/gloo/all_gather": 2.0}) == 1.0 - RATE_FLOOR

@@ -93,7 +93,8 @@ def test_a_host_that_reads_split_sizes_has_no_lead():
     plan = build_plan(device=H200, ranks=2, precision="bf16", bandwidth=4e11)
     graph = lower(plan, None).graph
     assert not has_lead(graph)
-    assert estimate(plan, None).step_time.value >= simulate(graph).step_seconds
+    # it waits for launches within the step, if not for those ahead of what it reads
+    assert simulate(without_launches(graph)).step_seconds < estimate(plan, None).step_time.value < 1.05 * simulate(graph).step_seconds
 
 
 def calibrated(plan: Plan, policy: str, *, slower: float, host: float, **constants: float) -> Calibration:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.contention import RATE_FLOOR
-from costmodel.simulate import bound, simulate
-from costmodel.stepgraph import PHASES, StepGraph, Task
+from costmodel.simulate import bound, simulate, together
+from costmodel.stepgraph import COMPUTE, PHASES, StepGraph, Task
 
 STREAMS = ("host", "compute", "compute", "compute", "h2d", "tier:nvlink", "tier:rdma")
 
@@ -151,3 +151,44 @@ def _timed(graph: StepGraph) -> float:
     begin = time.perf_counter()
     simulate(graph)
     return time.perf_counter() - begin
+
+
+def _rank(compute: float, *, share: float = 0.0, host: float = 0.0, after: float = 1.0) -> StepGraph:
+    """A gather that is issued behind a first block and runs beside a second one; a third waits for it."""
+    return StepGraph(tasks=(
+        Task(name="first", stream=COMPUTE, seconds=compute, host_seconds=host, phase="forward"),
+        Task(name="gather", stream="tier:nvlink", seconds=0.5, deps=(0,), kind="collective", phase="exposed_communication", sm_fraction=share),
+        Task(name="second", stream=COMPUTE, seconds=after, phase="forward", deps=(0,)),
+        Task(name="third", stream=COMPUTE, seconds=1.0, phase="forward", deps=(1, 2))))
+
+
+def test_ranks_meet_in_a_collective():
+    slow, fast = together([_rank(3.0), _rank(1.0)])
+    assert slow.step_seconds == pytest.approx(simulate(_rank(3.0)).step_seconds) == pytest.approx(5.0)
+    assert fast.spans[1] == (1, pytest.approx(1.0), pytest.approx(3.5))  # it waits inside for the other rank
+    assert fast.step_seconds == pytest.approx(4.5) and fast.exposed == {"nvlink": pytest.approx(1.5)} and fast.alone == pytest.approx(1.5)
+    assert slow.alone == 0.0
+
+
+def test_equal_ranks_meet_without_waiting():
+    one = simulate(_rank(2.0, share=0.3))
+    for rank in together([_rank(2.0, share=0.3)] * 3):
+        assert rank.step_seconds == pytest.approx(one.step_seconds, rel=1e-9) and rank.alone == pytest.approx(one.alone)
+
+
+def test_who_waits_inside_a_collective_computes_at_what_it_leaves():
+    _, fast = together([_rank(3.0, share=0.4, after=4.0), _rank(1.0, share=0.4, after=4.0)])
+    # 2.5 s of the second block lie beside the gather, 2 of them beside one that only waits
+    assert fast.contention == pytest.approx(2.5 * 0.4)
+    assert fast.spans[2][2] == pytest.approx(1.0 + 4.0 + 1.0)
+
+
+def test_a_host_that_is_late_on_one_rank_holds_up_both():
+    graphs = [_rank(0.1, host=2.0, after=0.1), _rank(0.1, after=0.1)]
+    late, other = together(graphs)
+    assert other.step_seconds == pytest.approx(late.step_seconds) and other.alone == pytest.approx(2.4)
+
+
+def test_ranks_with_other_collectives_cannot_meet():
+    with pytest.raises(ValueError, match="same ones in the same order"):
+        together([_rank(1.0), StepGraph(tasks=_rank(1.0).tasks[:1])])

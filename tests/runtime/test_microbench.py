@@ -179,8 +179,9 @@ def test_two_ranks_time_collectives_and_units(tmp_path):
 
 def test_the_hosts_time_of_a_unit_by_its_tensors():
     points = [Sample(op=kind, phase="step", features={"parameters": 1e6, "tensors": tensors}, seconds=1e-5, host_seconds=1e-3 + slope * tensors)
-              for kind, slope in (("fsdp_gather", 2e-5), ("fsdp_reduce", 0.0)) for tensors in (2.0, 4.0, 12.0)]
+              for kind, slope in (("fsdp_gather", 2e-5), ("fsdp_reduce", 0.0), ("adamw", 3e-5)) for tensors in (2.0, 4.0, 12.0)]
     found = unit_hosts(points)
-    expected = {"fsdp_gather": 1e-3, "fsdp_gather:tensor": 2e-5, "fsdp_reduce": 1e-3, "fsdp_reduce:tensor": 0.0}
+    expected = {"fsdp_gather": 1e-3, "fsdp_gather:tensor": 2e-5, "fsdp_reduce": 1e-3, "fsdp_reduce:tensor": 0.0, "optimizer@sharded": 1e-3,
+                "tensor@sharded": 3e-5}
     assert found == pytest.approx(expected, abs=1e-9)
     assert unit_hosts(points[:1]) == {}
