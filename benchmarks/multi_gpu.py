@@ -14,7 +14,8 @@ In order, each only if W lacks it:
               launch goes on behind it
     report    docs/results/multi-gpu.{md,json}, losses against one GPU's and scaling among it; --total leaves time for it
 
-A plan that has a result keeps its prediction. With --parts one launch does other parts; `calibrate` and `fit` are of their own for that.
+A plan that has a result keeps its prediction; `--stage after` writes beside it what the model of now would say, for the report, as no score. With
+--parts one launch does other parts; `calibrate` and `fit` are of their own for that.
 """
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks import multi_gpu_report
+from benchmarks import multi_gpu_report, results
 from benchmarks import multi_gpu_space as space
 from benchmarks.multi_gpu_space import PARTS, WARMING
 from costmodel import comms_curves, launch
@@ -40,7 +41,8 @@ from costmodel.codec import encode
 from costmodel.comms import calibrated_curves
 from costmodel.estimate import estimate
 from costmodel.plan import Plan
-from costmodel.samples import Environment, Sample, read_samples
+from costmodel.samples import CONSTANT_PREFIX, Environment, Sample, read_samples
+from runtime.microbench.collectives import unit_hosts
 
 RANKS = 2
 # NVLink multicast stays off: a program that uses it can put GPUs out of service that others share.
@@ -70,13 +72,19 @@ def refit(work: Path, cluster: Cluster) -> Calibration:
     """One calibration of all samples in `work`: those of one GPU, the ranks' own shapes, the collectives. Of a shape measured twice, the later."""
     environment: Environment | None = None
     found: dict[tuple, Sample] = {}
+    units: list[Sample] = []
     for path in [work / "samples.jsonl", *sorted(work.glob("ops-*.jsonl")), work / "collectives.jsonl"]:
         if path.exists():
             own, samples = read_samples(path)
             environment = environment or own
+            units = samples if path.name == "collectives.jsonl" and environment.device_kind == "cuda" else units
             for i, s in enumerate(samples):
                 key = (s.op, s.variant, s.phase, s.dtype, s.active_ranks, tuple(sorted(s.features.items())), s.held_out)
                 found[(*key, path.name, i) if not s.features else key] = s  # constants are collected, their median counts
+    kind = f"{CONSTANT_PREFIX}host"
+    for name, seconds in unit_hosts(units).items():  # which an older launch has not made of its units
+        if not any(s.op == kind and s.variant == name for s in found.values()):
+            found[(kind, name)] = Sample(op=kind, variant=name, phase="step", features={}, seconds=seconds)
     if environment is None:
         raise SystemExit(f"{work}: no samples; --stage calibrate first, or --calibration FILE")
     calibration = fit(dataclasses.replace(environment, device_name=cluster.device.name), found.values(), device=cluster.device)
@@ -119,7 +127,7 @@ def write(folder: Path, plan: Plan, known: Calibration, fingerprint: str) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "run.json").exists():
         return
-    ran = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, num_steps=space.BATCHES))  # the batches that a run repeats
+    ran = _as_run(plan)
     prints = {**plan.expected_fingerprints(), "calibration": fingerprint}
     dataclasses.replace(plan, prediction=encode(estimate(ran, known)), fingerprints=prints).save(folder / "plan.json")
 
@@ -130,6 +138,20 @@ def predict_again(work: Path) -> None:
     known = without_loader(calibration)
     for path in sorted(work.glob("*/plan.json")):
         write(path.parent, Plan.load(path), known, calibration.fingerprint)
+
+
+def predict_after(work: Path, calibration: Calibration) -> None:
+    """What the model of now says of plans that have run, beside what was predicted of them: W/NAME/after.json, which is no score."""
+    known = without_loader(calibration)
+    for path in sorted(work.glob("*/run.json")):
+        plan = _as_run(Plan.load(path.parent / "plan.json"))
+        (path.parent / "after.json").write_text(json.dumps({"prediction": encode(estimate(plan, known)), "calibration": calibration.fingerprint,
+                                                            "commit": results.commit()}) + "\n")
+
+
+def _as_run(plan: Plan) -> Plan:
+    """On the batches that a run repeats."""
+    return dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, num_steps=space.BATCHES))
 
 
 def choices(device: str, calibration: Calibration, *, seconds: float, seed: int | None = None) -> dict[str, Plan]:
@@ -258,7 +280,7 @@ def wanted(work: Path, device: str) -> tuple[str, ...]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.multi_gpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--stage", choices=("all", "warm", "calibrate", "fit", "predict", "run", "report"), default="all")
+    parser.add_argument("--stage", choices=("all", "warm", "calibrate", "fit", "predict", "after", "run", "report"), default="all")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="of the launch of calibrate or run (default: all of the stage)")
     parser.add_argument("--op-seconds", type=float, help="of a launch's part `ops`")
     parser.add_argument("--seed", type=int, help="predict plans on workloads that it draws (default: those that were looked at)")
@@ -291,8 +313,10 @@ def main(arguments: list[str] | None = None) -> int:
         warm(work, device, ranks=options.ranks)
     if stage == "calibrate":
         calibrate(work, device, cluster, seconds=options.seconds, parts=tuple(options.parts or CALIBRATION), extra=extra)
-    if stage in ("fit", "predict"):
+    if stage in ("fit", "predict", "after"):
         calibration = load_calibration(options.calibration) if options.calibration is not None else refit(work, cluster)
+    if stage == "after":
+        predict_after(work, calibration)
     if stage == "predict":
         predict(work, device, calibration, search_seconds=options.search_seconds, seed=options.seed)
     if stage == "run":

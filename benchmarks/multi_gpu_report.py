@@ -39,12 +39,14 @@ SAME_STEPS = ("jagged", "padded", "local")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """A plan with the prediction that it was written with, and its run.json; `where`: the stamp of its run (`results.stamped`)."""
+    """A plan with the prediction that it was written with, and its run.json; `where`: the stamp of its run (`results.stamped`);
+    `after`: what the model made of it later (`multi_gpu.predict_after`)."""
 
     name: str
     plan: Plan
     found: dict[str, Any]
     where: dict[str, Any] = dataclasses.field(default_factory=dict)
+    after: dict[str, Any] | None = None
 
     @property
     def measured(self) -> float:
@@ -62,8 +64,9 @@ class Ran:
     def exposed(self) -> tuple[float, float]:
         """(predicted, measured) exposed communication of a step; measured in the trace, on a CPU by the main thread's waits."""
         traced = self.found["exposed_s"]
-        return self.plan.prediction["phases"]["exposed_communication"]["value"], (
-            traced if traced is not None else self.found["device_s"]["exposed_communication"])
+        if traced is None:
+            return self.plan.prediction["phases"]["exposed_communication"]["value"], self.found["device_s"]["exposed_communication"]
+        return exposed_in(self.plan.prediction), traced
 
     @property
     def exposed_holds(self) -> bool:
@@ -75,6 +78,13 @@ class Ran:
         """(predicted, measured) peak bytes of the allocator; None on a CPU."""
         measured = self.found["memory_bytes"].get("peak_allocated")
         return (self.plan.prediction["memory"]["peak"]["value"], measured) if measured else None
+
+    @property
+    def hindsight(self) -> Ran | None:
+        """The same with what the model made of it later in the place of its prediction."""
+        if self.after is None:
+            return None
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, prediction=self.after["prediction"]), after=None)
 
     @property
     def ranks(self) -> int:
@@ -95,8 +105,14 @@ def load(work: Path) -> tuple[list[Ran], list[str]]:
             if "failed" in found:
                 failed.append(f"{name}: {found['failed']}")
             else:
-                ran.append(Ran(name=name, plan=Plan.load(work / name / "plan.json"), found=found, where=_where(work, name, found)))
+                ran.append(Ran(name=name, plan=Plan.load(work / name / "plan.json"), found=found, where=_where(work, name, found),
+                               after=json.loads(later.read_text()) if (later := work / name / "after.json").exists() else None))
     return ran, failed
+
+
+def exposed_in(prediction: dict[str, Any]) -> float:
+    """Seconds of a collective with no compute beside it, as a trace shows them; predictions older than that figure have compute's waits alone."""
+    return prediction["alone"] if "alone" in prediction else prediction["phases"]["exposed_communication"]["value"]
 
 
 def _where(work: Path, name: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +186,27 @@ def plan_rows(ran: list[Ran]) -> list[Row]:
             unit="ms", better="lower", note=note),
         *[_phase_row(several, phase) for phase in PHASES], *_memory_rows(several), *_regret_rows(several), *_scaling_rows(ran), *_loss_rows(ran),
     ]  # fmt: skip
-    return rows + [_plan_row(one) for one in ran]
+    return rows + [_plan_row(one) for one in ran] + _after_rows(several)
+
+
+def _after_rows(several: list[Ran]) -> list[Row]:
+    """What the model says of the same plans after they were seen."""
+    later = [found for one in several if (found := one.hindsight) is not None]
+    if not later:
+        return []
+    commits = ", ".join(sorted({one.after["commit"] for one in several if one.after is not None}))
+    note = f"the model of commit {commits} on runs that it was mended by: no score"
+    errors, exposed = [100 * one.error for one in later], [one.exposed for one in later]
+    bias = 100 * math.expm1(statistics.fmean(math.log1p(one.error) for one in later))
+    each = "; ".join(f"{one.name} step {one.error:+.1%}, exposed {1e3 * p:.1f}/{1e3 * m:.1f} ms" for one, (p, m) in zip(later, exposed))
+    return [Row(name="after the fact: step time, absolute error: median", value=statistics.median(map(abs, errors)), unit="%", better="lower",
+                note=note),
+            Row(name="after the fact: step time bias", value=abs(bias), unit="%", better="lower",
+                note=f"{'slow' if bias > 0 else 'fast'} on geometric mean; no score"),
+            Row(name="after the fact: exposed communication, absolute error: median", value=1e3 * statistics.median(abs(p - m) for p, m in exposed),
+                unit="ms", better="lower", note=note),
+            Row(name="after the fact: exposed communication, plans within 15 % or 1 ms",
+                value=100 * statistics.fmean(one.exposed_holds for one in later), unit="%", note=each)]  # fmt: skip
 
 
 def _phase_row(ran: list[Ran], phase: str) -> Row:

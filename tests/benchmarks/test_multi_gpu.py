@@ -119,7 +119,7 @@ def known(name: str, *, step: float, of: float, exposed: tuple[float, float] = (
     """A run of `step` seconds predicted as `of`; exposed: (predicted, measured)."""
     plan = predicted(space.plans("cuda")[name])
     plan.prediction["step_time"]["value"] = of
-    plan.prediction["phases"]["exposed_communication"]["value"] = exposed[0]
+    plan.prediction["alone"] = exposed[0]
     found = {"step_s": step, "exposed_s": exposed[1], "device_s": dict.fromkeys(PHASES, step / len(PHASES)), "losses": list(losses),
              "memory_bytes": {"peak_allocated": peak} if peak else {}}
     return Ran(name=name, plan=plan, found=found)
@@ -240,3 +240,15 @@ def test_one_call_does_what_is_missing_in_order(tmp_path, monkeypatch):
     done.clear()
     assert multi_gpu.main(["--work", str(work), "--resume", "--total", "100"]) == 0
     assert done == ["report"]
+
+
+def test_hindsight_stands_beside_the_score_and_is_none():
+    one = known("full-fsdp", step=0.10, of=0.08, exposed=(0.001, 0.02))
+    later = {"commit": "0123abc", "prediction": {**one.plan.prediction, "step_time": {"value": 0.101}, "alone": 0.0195}}
+    ran = [dataclasses.replace(one, after=later), known("full-ddp", step=0.1, of=0.1)]
+    rows = {row.name: row for row in multi_gpu_report.plan_rows(ran)}
+    assert rows["step time, absolute error: median"].value == pytest.approx(10.0)  # of both, as they were predicted
+    after = rows["after the fact: step time, absolute error: median"]
+    assert after.value == pytest.approx(1.0) and after.target is None and "0123abc" in after.note and "no score" in after.note
+    assert rows["after the fact: exposed communication, plans within 15 % or 1 ms"].value == 100
+    assert not any(name.startswith("after") for name in (row.name for row in multi_gpu_report.plan_rows([ran[1]])))
