@@ -231,7 +231,8 @@ class _Heads:
     def table_gradients(self, dscores: Tensor, bias: tuple, tables: list) -> None:
         found = self.bias_rows(bias)
         for into, (_, index) in zip([t for t in tables if t is not None], found, strict=True):
-            by_head = dscores.permute(0, 2, 3, 1).reshape(-1, dscores.shape[1])
+            shared = into.shape[1] < dscores.shape[1]
+            by_head = (dscores.sum(1, keepdim=True) if shared else dscores).permute(0, 2, 3, 1).reshape(-1, into.shape[1])
             into.index_add_(0, index.reshape(-1), by_head)
 
 

@@ -11,6 +11,8 @@ in the backward a zero dO, V or K annihilates the product. Only softmax's normal
 import triton
 import triton.language as tl
 
+from kernels._bias_triton import biased, first_time, split_times
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -75,31 +77,6 @@ def _keeps(delta, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _bit_length(x):
-    """Bit length of an int64 >= 0 through the exponent of a float32 that cannot have rounded up (see `kernels._masks`)."""
-    x = x & ~(x >> 1)
-    exponent = (x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
-    return tl.where(x == 0, 0, exponent)
-
-
-@triton.jit
-def _position_index(delta, head, rows, H):
-    reach = (rows - 1) // 2
-    return (tl.minimum(tl.maximum(delta, -reach), reach) + reach) * H + head
-
-
-@triton.jit
-def _time_index(q_time, k_time, head, rows, H):
-    difference = q_time - k_time
-    return tl.minimum(_bit_length(tl.abs(difference)), rows - 1) * H + head
-
-
-@triton.jit
-def _load_times(times, start, rows, length):
-    return tl.load(times + start + rows, mask=rows < length, other=0).to(tl.int64)
-
-
-@triton.jit
 def _load_rows(base, rows, length, stride, D: tl.constexpr, MASK: tl.constexpr):
     """`(len(rows), D)` from a pointer to the sequence's first row; rows at or past `length` are zero."""
     pointers = base + rows.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
@@ -110,8 +87,8 @@ def _load_rows(base, rows, length, stride, D: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def _forward_block(
-    q, acc, m, norm, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
-    position_table, position_rows, time_table, time_rows, k_times, H, scale, k_stride, v_stride,
+    q, acc, m, norm, k_base, v_base, start, rows, k_len, shift, k_start, q_high, q_low, base, window,
+    position_table, position_rows, time_table, time_rows, k_times, edges, bias_head, bias_heads, scale, k_stride, v_stride,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     POSITION: tl.constexpr, TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -121,13 +98,14 @@ def _forward_block(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if POSITION or TIME or (EDGE and (CAUSAL or WINDOW)):
         delta = rows[:, None] + shift - columns[None, :]
-        if POSITION:
-            bias = tl.load(position_table + _position_index(delta, head, position_rows, H)).to(tl.float32)
-            s += bias * LOG2E if KIND == "softmax" else bias
+        k_high = q_high
+        k_low = q_low
         if TIME:
-            k_time = _load_times(k_times, k_start, columns, k_len)
-            bias = tl.load(time_table + _time_index(q_time[:, None], k_time[None, :], head, time_rows, H)).to(tl.float32)
-            s += bias * LOG2E if KIND == "softmax" else bias
+            k_high, k_low = split_times(k_times, k_start, columns, k_len, base)
+        s = biased(
+            s, delta, q_high[:, None], q_low[:, None], k_high[None, :], k_low[None, :], edges, bias_head,
+            position_table, position_rows, time_table, time_rows, bias_heads, KIND, POSITION, TIME, LOG2E,
+        )  # fmt: skip
     v = _load_rows(v_base, columns, k_len, v_stride, D, EDGE)
     if KIND == "softmax":
         if EDGE:
@@ -177,7 +155,7 @@ def _key_range(first, last, shift, k_len, window, CAUSAL: tl.constexpr, WINDOW: 
 @triton.jit(do_not_specialize=["total_q", "window", "position_rows", "time_rows"])
 def attention_forward_kernel(
     q, k, v, out, lse, q_offsets, k_offsets, slots,
-    position_table, time_table, q_times, k_times, position_rows, time_rows,
+    position_table, time_table, q_times, k_times, edges, position_rows, time_rows, SHARE: tl.constexpr,
     q_stride, q_head, k_stride, k_head, v_stride, v_head, total_q, H, GROUP: tl.constexpr, window, scale, inv_divisor,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     POSITION: tl.constexpr, TIME: tl.constexpr, PRECISION: tl.constexpr,
@@ -204,9 +182,12 @@ def attention_forward_kernel(
     q_tile = _load_rows(q + q_start * q_stride + head * q_head, rows, q_len, q_stride, D, True)
     k_base = k + k_start * k_stride + (head // GROUP) * k_head
     v_base = v + k_start * v_stride + (head // GROUP) * v_head
-    q_time = rows
+    base = k_start
+    q_high = rows.to(tl.float32)
+    q_low = q_high
     if TIME:
-        q_time = _load_times(q_times, q_start, rows, q_len)
+        base = first_time(k_times, k_start, k_len)
+        q_high, q_low = split_times(q_times, q_start, rows, q_len, base)
 
     acc = tl.zeros([M, D], tl.float32)
     m = tl.full([M], -float("inf"), tl.float32)
@@ -219,21 +200,21 @@ def attention_forward_kernel(
     if WINDOW or not SPLIT:
         for start in tl.range(low, tl.minimum(full_low, high), N, num_stages=STAGES):
             acc, m, norm = _forward_block(
-                q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
-                position_table, position_rows, time_table, time_rows, k_times, H, scale, k_stride, v_stride,
+                q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, k_start, q_high, q_low, base, window,
+                position_table, position_rows, time_table, time_rows, k_times, edges, head // SHARE, H // SHARE, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
     if SPLIT:
         for start in tl.range(full_low, full_high, N, num_stages=STAGES):
             acc, m, norm = _forward_block(
-                q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
-                position_table, position_rows, time_table, time_rows, k_times, H, scale, k_stride, v_stride,
+                q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, k_start, q_high, q_low, base, window,
+                position_table, position_rows, time_table, time_rows, k_times, edges, head // SHARE, H // SHARE, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, N, D,
             )  # fmt: skip
         for start in tl.range(full_high, high, N, num_stages=STAGES if CAUSAL or WINDOW else 1):
             acc, m, norm = _forward_block(
-                q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, head, k_start, q_time, window,
-                position_table, position_rows, time_table, time_rows, k_times, H, scale, k_stride, v_stride,
+                q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, k_start, q_high, q_low, base, window,
+                position_table, position_rows, time_table, time_rows, k_times, edges, head // SHARE, H // SHARE, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
 
@@ -260,8 +241,8 @@ def softmax_delta_kernel(grad, out, delta, rows, g_stride, g_head, o_stride, o_h
 
 @triton.jit
 def _backward_tile(
-    k, v, q, do, rows, columns, q_len, k_len, shift, head, q_start, k_start, row_stats, lse, delta,
-    q_times, k_times, position_table, position_rows, time_table, time_rows, dposition, dtime, copy, H, window, scale,
+    k, v, q, do, rows, columns, q_len, shift, q_start, row_stats, lse, delta, q_times, k_high, k_low, base,
+    position_table, position_rows, time_table, time_rows, edges, bias_head, bias_heads, window, scale,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     POSITION: tl.constexpr, TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -271,15 +252,15 @@ def _backward_tile(
     masked: tl.constexpr = EDGE and (CAUSAL or WINDOW)
     if POSITION or TIME or masked:
         distance = rows[None, :] + shift - columns[:, None]
-    if POSITION:
-        bias = tl.load(position_table + _position_index(distance, head, position_rows, H)).to(tl.float32)
-        s += bias * LOG2E if KIND == "softmax" else bias
-    if TIME:
-        q_time = _load_times(q_times, q_start, rows, q_len)
-        k_time = _load_times(k_times, k_start, columns, k_len)
-        time_index = _time_index(q_time[None, :], k_time[:, None], head, time_rows, H)
-        bias = tl.load(time_table + time_index).to(tl.float32)
-        s += bias * LOG2E if KIND == "softmax" else bias
+    if POSITION or TIME:
+        q_high = k_high
+        q_low = k_low
+        if TIME:
+            q_high, q_low = split_times(q_times, q_start, rows, q_len, base)
+        s = biased(
+            s, distance, q_high[None, :], q_low[None, :], k_high[:, None], k_low[:, None], edges, bias_head,
+            position_table, position_rows, time_table, time_rows, bias_heads, KIND, POSITION, TIME, LOG2E,
+        )  # fmt: skip
     if KIND == "softmax":
         row_lse = tl.load(lse + row_stats + rows, mask=rows < q_len, other=float("inf")) * LOG2E
         row_delta = tl.load(delta + row_stats + rows, mask=rows < q_len, other=0.0)
@@ -295,13 +276,6 @@ def _backward_tile(
             p = tl.where(keep, p, 0.0)
             slope = tl.where(keep, slope, 0.0)
         ds = slope * dp
-    if POSITION or TIME:
-        real = (rows < q_len)[None, :] & (columns < k_len)[:, None]
-        if POSITION:
-            index = copy * position_rows * H + _position_index(distance, head, position_rows, H)
-            tl.atomic_add(dposition + index, ds, mask=real & (ds != 0), sem="relaxed")
-        if TIME:
-            tl.atomic_add(dtime + copy * time_rows * H + time_index, ds, mask=real & (ds != 0), sem="relaxed")
     return p, ds
 
 
@@ -335,9 +309,8 @@ def _store_rows(base, rows, length, stride, x, D: tl.constexpr):
 
 @triton.jit
 def _keys_step(
-    k, v, dk, dv, start, q_base, do_base, columns, q_len, k_len, shift, head, q_start, k_start,
-    row_stats, lse, delta, q_times, k_times, position_table, position_rows, time_table, time_rows, dposition, dtime, copy,
-    H, window, scale, q_stride, do_stride,
+    k, v, dk, dv, start, q_base, do_base, columns, q_len, shift, q_start, row_stats, lse, delta, q_times, k_high, k_low, base,
+    position_table, position_rows, time_table, time_rows, edges, bias_head, bias_heads, window, scale, q_stride, do_stride,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr,
     TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr,
@@ -346,8 +319,8 @@ def _keys_step(
     q = _load_rows(q_base, rows, q_len, q_stride, D, EDGE)
     do = _load_rows(do_base, rows, q_len, do_stride, D, EDGE)
     p, ds = _backward_tile(
-        k, v, q, do, rows, columns, q_len, k_len, shift, head, q_start, k_start, row_stats, lse, delta,
-        q_times, k_times, position_table, position_rows, time_table, time_rows, dposition, dtime, copy, H, window, scale,
+        k, v, q, do, rows, columns, q_len, shift, q_start, row_stats, lse, delta, q_times, k_high, k_low, base,
+        position_table, position_rows, time_table, time_rows, edges, bias_head, bias_heads, window, scale,
         KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, EDGE, PRECISION,
     )  # fmt: skip
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -359,11 +332,11 @@ def _keys_step(
 @triton.jit(do_not_specialize=["total_q", "window", "position_rows", "time_rows"])
 def keys_kernel(
     grad, q, k, v, lse, delta, dk, dv, q_offsets, k_offsets, slots,
-    position_table, time_table, q_times, k_times, position_rows, time_rows, dposition, dtime,
+    position_table, time_table, q_times, k_times, edges, position_rows, time_rows, SHARE: tl.constexpr,
     g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, total_q, H, GROUP: tl.constexpr,
     window, scale, dq_scale, inv_divisor,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    POSITION: tl.constexpr, TIME: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
+    POSITION: tl.constexpr, TIME: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of N keys and one K/V head, over the queries of all heads that share it."""
@@ -381,7 +354,6 @@ def keys_kernel(
     first = (slot - (k_start // N).to(tl.int32) - sequence) * N
     if first >= k_len:
         return
-    copy = tl.program_id(0) % COPIES
     k_base = k + k_start * k_stride + kv_head * k_head
     v_base = v + k_start * v_stride + kv_head * v_head
     out_base = k_start * (kv_heads * D) + kv_head * D
@@ -389,6 +361,12 @@ def keys_kernel(
     columns = first + tl.arange(0, N)
     k_tile = _load_rows(k_base, columns, k_len, k_stride, D, True)
     v_tile = _load_rows(v_base, columns, k_len, v_stride, D, True)
+    base = k_start
+    k_high = columns.to(tl.float32)
+    k_low = k_high
+    if TIME:
+        base = first_time(k_times, k_start, k_len)
+        k_high, k_low = split_times(k_times, k_start, columns, k_len, base)
     dk_acc = tl.zeros([N, D], tl.float32)
     dv_acc = tl.zeros([N, D], tl.float32)
     last = tl.minimum(first + N, k_len)
@@ -404,24 +382,24 @@ def keys_kernel(
         if CAUSAL or WINDOW or not SPLIT:
             for start in tl.range(low, tl.minimum(full_low, high), M, num_stages=STAGES):
                 dk_acc, dv_acc = _keys_step(
-                    k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, k_len, shift,
-                    head, q_start, k_start, row_stats, lse, delta, q_times, k_times, position_table, position_rows,
-                    time_table, time_rows, dposition, dtime, copy, H, window, scale, q_stride, g_stride,
+                    k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, shift, q_start, row_stats, lse, delta,
+                    q_times, k_high, k_low, base, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE,
+                    window, scale, q_stride, g_stride,
                     KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, M, D,
                 )  # fmt: skip
         if SPLIT:
             for start in tl.range(full_low, full_high, M, num_stages=STAGES):
                 dk_acc, dv_acc = _keys_step(
-                    k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, k_len, shift,
-                    head, q_start, k_start, row_stats, lse, delta, q_times, k_times, position_table, position_rows,
-                    time_table, time_rows, dposition, dtime, copy, H, window, scale, q_stride, g_stride,
+                    k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, shift, q_start, row_stats, lse, delta,
+                    q_times, k_high, k_low, base, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE,
+                    window, scale, q_stride, g_stride,
                     KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, M, D,
                 )  # fmt: skip
             for start in tl.range(full_high, high, M, num_stages=STAGES if WINDOW else 1):
                 dk_acc, dv_acc = _keys_step(
-                    k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, k_len, shift,
-                    head, q_start, k_start, row_stats, lse, delta, q_times, k_times, position_table, position_rows,
-                    time_table, time_rows, dposition, dtime, copy, H, window, scale, q_stride, g_stride,
+                    k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, shift, q_start, row_stats, lse, delta,
+                    q_times, k_high, k_low, base, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE,
+                    window, scale, q_stride, g_stride,
                     KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, M, D,
                 )  # fmt: skip
     _store_rows(dk + out_base, columns, k_len, kv_heads * D, dk_acc * dq_scale, D)
@@ -431,11 +409,11 @@ def keys_kernel(
 @triton.jit(do_not_specialize=["total_q", "window", "position_rows", "time_rows"])
 def few_queries_kernel(
     grad, q, k, v, lse, delta, dq, dk, dv, q_offsets, k_offsets, order,
-    position_table, time_table, q_times, k_times, position_rows, time_rows, dposition, dtime,
+    position_table, time_table, q_times, k_times, edges, position_rows, time_rows, SHARE: tl.constexpr,
     g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, total_q, H,
     window, scale, dq_scale, inv_divisor,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    POSITION: tl.constexpr, TIME: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
+    POSITION: tl.constexpr, TIME: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one (sequence, head) whose queries fit one tile: keys pass once, dQ stays in registers (transposed).
@@ -449,13 +427,15 @@ def few_queries_kernel(
     k_start = tl.load(k_offsets + sequence).to(tl.int64)
     k_len = (tl.load(k_offsets + sequence + 1).to(tl.int64) - k_start).to(tl.int32)
     shift = k_len - q_len
-    copy = tl.program_id(0) % COPIES
     row_stats = tl.cast(head, tl.int64) * total_q + q_start
     q_base = q + q_start * q_stride + head * q_head
     do_base = grad + q_start * g_stride + head * g_head
     k_base = k + k_start * k_stride + head * k_head
     v_base = v + k_start * v_stride + head * v_head
     out_base = k_start * (H * D) + head * D
+    base = k_start
+    if TIME:
+        base = first_time(k_times, k_start, k_len)
     for start in range(0, tl.maximum(q_len, 1), M):
         rows = start + tl.arange(0, M)
         q_tile = _load_rows(q_base, rows, q_len, q_stride, D, True)
@@ -465,9 +445,13 @@ def few_queries_kernel(
             columns = first + tl.arange(0, N)
             k_tile = _load_rows(k_base, columns, k_len, k_stride, D, True)
             v_tile = _load_rows(v_base, columns, k_len, v_stride, D, True)
+            k_high = columns.to(tl.float32)
+            k_low = k_high
+            if TIME:
+                k_high, k_low = split_times(k_times, k_start, columns, k_len, base)
             p, ds = _backward_tile(
-                k_tile, v_tile, q_tile, do_tile, rows, columns, q_len, k_len, shift, head, q_start, k_start, row_stats, lse, delta,
-                q_times, k_times, position_table, position_rows, time_table, time_rows, dposition, dtime, copy, H, window, scale,
+                k_tile, v_tile, q_tile, do_tile, rows, columns, q_len, shift, q_start, row_stats, lse, delta, q_times, k_high, k_low, base,
+                position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE, window, scale,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION,
             )  # fmt: skip
             ds = ds.to(q_tile.dtype)
@@ -485,8 +469,8 @@ def few_queries_kernel(
 
 @triton.jit
 def _dq_step(
-    q, do, dq, start, k_base, v_base, rows, q_len, k_len, shift, head, k_start, q_time, row_lse, row_delta, k_times,
-    position_table, position_rows, time_table, time_rows, H, window, scale, k_stride, v_stride,
+    q, do, dq, start, k_base, v_base, rows, k_len, shift, k_start, q_high, q_low, base, row_lse, row_delta, k_times,
+    position_table, position_rows, time_table, time_rows, edges, bias_head, bias_heads, window, scale, k_stride, v_stride,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr,
     TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -498,13 +482,15 @@ def _dq_step(
     masked: tl.constexpr = EDGE and (CAUSAL or WINDOW)
     if POSITION or TIME or masked:
         distance = rows[:, None] + shift - columns[None, :]
-    if POSITION:
-        bias = tl.load(position_table + _position_index(distance, head, position_rows, H)).to(tl.float32)
-        s += bias * LOG2E if KIND == "softmax" else bias
-    if TIME:
-        k_time = _load_times(k_times, k_start, columns, k_len)
-        bias = tl.load(time_table + _time_index(q_time[:, None], k_time[None, :], head, time_rows, H)).to(tl.float32)
-        s += bias * LOG2E if KIND == "softmax" else bias
+    if POSITION or TIME:
+        k_high = q_high
+        k_low = q_low
+        if TIME:
+            k_high, k_low = split_times(k_times, k_start, columns, k_len, base)
+        s = biased(
+            s, distance, q_high[:, None], q_low[:, None], k_high[None, :], k_low[None, :], edges, bias_head,
+            position_table, position_rows, time_table, time_rows, bias_heads, KIND, POSITION, TIME, LOG2E,
+        )  # fmt: skip
     if KIND == "softmax":
         ds = tl.exp2(tl.minimum(s - row_lse[:, None], 0.0)) * (dp - row_delta[:, None])
     else:
@@ -518,7 +504,7 @@ def _dq_step(
 @triton.jit(do_not_specialize=["total_q", "window", "position_rows", "time_rows"])
 def queries_kernel(
     grad, q, k, v, lse, delta, dq, q_offsets, k_offsets, slots,
-    position_table, time_table, q_times, k_times, position_rows, time_rows,
+    position_table, time_table, q_times, k_times, edges, position_rows, time_rows, SHARE: tl.constexpr,
     g_stride, g_head, q_stride, q_head, k_stride, k_head, v_stride, v_head, total_q, H, GROUP: tl.constexpr,
     window, scale, dq_scale,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -547,9 +533,12 @@ def queries_kernel(
     do_tile = _load_rows(grad + q_start * g_stride + head * g_head, rows, q_len, g_stride, D, True)
     k_base = k + k_start * k_stride + (head // GROUP) * k_head
     v_base = v + k_start * v_stride + (head // GROUP) * v_head
-    q_time = rows
+    base = k_start
+    q_high = rows.to(tl.float32)
+    q_low = q_high
     if TIME:
-        q_time = _load_times(q_times, q_start, rows, q_len)
+        base = first_time(k_times, k_start, k_len)
+        q_high, q_low = split_times(q_times, q_start, rows, q_len, base)
     row_lse = rows.to(tl.float32)
     row_delta = row_lse
     if KIND == "softmax":
@@ -565,21 +554,21 @@ def queries_kernel(
     if WINDOW or not SPLIT:
         for start in tl.range(low, tl.minimum(full_low, high), N, num_stages=STAGES):
             dq_acc = _dq_step(
-                q_tile, do_tile, dq_acc, start, k_base, v_base, rows, q_len, k_len, shift, head, k_start, q_time, row_lse, row_delta,
-                k_times, position_table, position_rows, time_table, time_rows, H, window, scale, k_stride, v_stride,
+                q_tile, do_tile, dq_acc, start, k_base, v_base, rows, k_len, shift, k_start, q_high, q_low, base, row_lse, row_delta,
+                k_times, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE, window, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
     if SPLIT:
         for start in tl.range(full_low, full_high, N, num_stages=STAGES):
             dq_acc = _dq_step(
-                q_tile, do_tile, dq_acc, start, k_base, v_base, rows, q_len, k_len, shift, head, k_start, q_time, row_lse, row_delta,
-                k_times, position_table, position_rows, time_table, time_rows, H, window, scale, k_stride, v_stride,
+                q_tile, do_tile, dq_acc, start, k_base, v_base, rows, k_len, shift, k_start, q_high, q_low, base, row_lse, row_delta,
+                k_times, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE, window, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, N, D,
             )  # fmt: skip
         for start in tl.range(full_high, high, N, num_stages=STAGES if CAUSAL or WINDOW else 1):
             dq_acc = _dq_step(
-                q_tile, do_tile, dq_acc, start, k_base, v_base, rows, q_len, k_len, shift, head, k_start, q_time, row_lse, row_delta,
-                k_times, position_table, position_rows, time_table, time_rows, H, window, scale, k_stride, v_stride,
+                q_tile, do_tile, dq_acc, start, k_base, v_base, rows, k_len, shift, k_start, q_high, q_low, base, row_lse, row_delta,
+                k_times, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE, window, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
     _store_rows(dq + q_start * (H * D) + head * D, rows, q_len, H * D, dq_acc * dq_scale, D)

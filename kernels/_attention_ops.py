@@ -103,8 +103,10 @@ def _check_bias(bias: AttentionBias | None, q: Tensor, k: Tensor) -> tuple[Tenso
         return None, None, None, None
     for name in ("position_table", "time_table"):
         table = getattr(bias, name)
-        if table is not None and (table.dim() != 2 or table.shape[1] != q.shape[1] or table.shape[0] < 1):
-            raise ValueError(f"bias.{name}: expected (buckets, {q.shape[1]} heads), got {tuple(table.shape)}")
+        if table is not None and (table.dim() != 2 or table.shape[1] not in (1, q.shape[1]) or table.shape[0] < 1):
+            raise ValueError(f"bias.{name}: expected (rows, {q.shape[1]} heads or 1), got {tuple(table.shape)}")
+        if table is not None and not table.is_floating_point():
+            raise ValueError(f"bias.{name}: dtype {table.dtype} is not a floating type")
         if table is not None and table.device != q.device:
             raise ValueError(f"bias.{name}: is on {table.device}, q on {q.device}")
     if bias.position_table is not None and bias.position_table.shape[0] % 2 == 0:

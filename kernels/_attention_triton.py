@@ -10,6 +10,8 @@ Paths of the backward, all without atomics across programs, so that results repe
     hopper_pair    dQ, then dK and dV, `_attention_hopper_pair`                                                 7 products
     wide           heads of 256: dV, dK and dQ one after the other, `_attention_wide`                            8 products
     split          the same in Triton: bias, float32, head dims below 64, other GPUs                             7 products
+
+Bias always runs the generic Triton kernels; its tables' gradients are a pass more (`_attention_tables`, 2 products) behind `few` and `split`.
 """
 
 from dataclasses import dataclass
@@ -19,12 +21,12 @@ from torch import Tensor
 
 from kernels import _attention_kernels as kernel
 from kernels._launch import cdiv, next_power_of_2, run
+from kernels._masks import edges_on
 from kernels._tiles import longest_first, tile_map, zero_unowned
 
 # [Measured H200, D=128, TFLOPS, the owner's] softmax 289, 270; silu, causal, L <= 2048 274, 243; no other bucket was compared
 SPLIT_IS_FASTER = {("softmax", 1024), ("silu", 2048)}
 PATHS = ("few", "hopper_owner", "hopper_split", "hopper_pair", "wide", "split")
-TABLE_COPIES = 32  # bias-table gradients are added in so many copies, which divides the atomics' contention, then summed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +121,8 @@ def backward(
     """Gradients of q, k, v and the bias tables. `path` forces one of `PATHS` (tests and tuning)."""
     grad, q, k, v = (_unit_stride(x) for x in (grad, q, k, v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    tables = [None if t is None else torch.zeros((TABLE_COPIES, *t.shape), dtype=torch.float32, device=q.device) for t in bias[:2]]
     if 0 in (q.shape[0], k.shape[0], q.shape[1]) or offsets[0].shape[0] < 2:
-        return dq.zero_(), dk.zero_(), dv.zero_(), *(None if t is None else t[0] for t in tables)
+        return dq.zero_(), dk.zero_(), dv.zero_(), *(None if t is None else torch.zeros_like(t) for t in bias[:2])
     path = path or backward_path(grad, q, k, v, out, offsets, bias, options, max_q, max_k)
     if path == "hopper_pair":
         from kernels import _hopper_launch
@@ -140,15 +141,32 @@ def backward(
 
         _hopper_launch.backward(grad, q, k, v, lse, delta, dq, dk, dv, offsets, options, owner=path == "hopper_owner")
     elif path == "few":
-        _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles)
+        _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, options, maxima, tiles)
     elif path == "wide":
         for which, target in (("values", dv), ("keys", dk)):
             _wide_keys(grad, q, k, v, lse, delta, target, offsets, options, tiles or WIDE_TILES[which], values=which == "values")
     else:
-        _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, tables, options, maxima, tiles)
+        _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, options, maxima, tiles)
     if path in ("split", "hopper_split", "wide"):
         _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima, (tiles or WIDE_TILES["queries"]) if path == "wide" else None)
-    return dq, dk, dv, *(None if t is None else (t.sum(0) / options.divisor).to(b.dtype) for t, b in zip(tables, bias[:2], strict=True))
+    return dq, dk, dv, *_table_gradients(grad, q, k, v, lse, delta, offsets, bias, options)
+
+
+def _table_gradients(grad, q, k, v, lse, delta, offsets, bias, options) -> list[Tensor | None]:
+    if bias[0] is None and bias[1] is None:
+        return [None, None]
+    from kernels._attention_tables import table_gradients
+
+    *arguments, share = _bias_arguments(bias, q)
+    meta = {"SHARE": share, **_meta(q, bias, options)}
+    found = table_gradients(
+        grad, q, k, v, lse, delta, offsets, bias, bias_arguments=[*arguments, share], strides=_strides(grad, q, k, v), window=options.window,
+        scale=_score_scale(options), meta=meta,
+    )  # fmt: skip
+    return [
+        None if d is None else ((d if d.shape[1] == t.shape[1] else d.sum(1, keepdim=True)) / options.divisor).to(t.dtype)
+        for d, t in zip(found, bias[:2], strict=True)
+    ]  # fmt: skip
 
 
 def backward_path(grad, q, k, v, out, offsets, bias, options, max_q: int, max_k: int) -> str:
@@ -173,26 +191,26 @@ def backward_path(grad, q, k, v, out, offsets, bias, options, max_q: int, max_k:
     return "hopper_owner" if 2 * max_q * max_k <= per_sm else "hopper_split"
 
 
-def _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, tables, options, maxima, tiles):
+def _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, options, maxima, tiles):
     tiles = tiles or few_queries_tiles(q.dtype, q.shape[2], *maxima, options.kind)
     order = longest_first(*offsets)
     run(
         kernel.few_queries_kernel, (order.shape[0] * q.shape[1],),
-        grad, q, k, v, lse, delta, dq, dk, dv, *offsets, order, *_bias_arguments(bias, q), *_table_arguments(tables, q),
+        grad, q, k, v, lse, delta, dq, dk, dv, *offsets, order, *_bias_arguments(bias, q),
         *_strides(grad, q, k, v), q.shape[0], q.shape[1], options.window, *_backward_scales(options),
-        **_meta(q, bias, options), COPIES=TABLE_COPIES, M=tiles.m, N=tiles.n, D=q.shape[2], STAGES=tiles.stages,
+        **_meta(q, bias, options), M=tiles.m, N=tiles.n, D=q.shape[2], STAGES=tiles.stages,
         num_warps=tiles.warps,
     )  # fmt: skip
 
 
-def _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, tables, options, maxima, tiles):
+def _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, options, maxima, tiles):
     tiles = tiles or keys_tiles(q.dtype, q.shape[2], *maxima, options.kind)
     slots = tile_map(offsets[1], k.shape[0], tiles.n)
     run(
         kernel.keys_kernel, (slots.shape[0] * k.shape[1],),
-        grad, q, k, v, lse, delta, dk, dv, *offsets, slots, *_bias_arguments(bias, q), *_table_arguments(tables, q),
+        grad, q, k, v, lse, delta, dk, dv, *offsets, slots, *_bias_arguments(bias, q),
         *_strides(grad, q, k, v), q.shape[0], q.shape[1], q.shape[1] // k.shape[1], options.window, *_backward_scales(options),
-        **_meta(q, bias, options), COPIES=TABLE_COPIES, M=tiles.m, N=tiles.n, D=q.shape[2],
+        **_meta(q, bias, options), M=tiles.m, N=tiles.n, D=q.shape[2],
         SPLIT=tiles.split, STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
 
@@ -256,13 +274,14 @@ def _backward_scales(options) -> tuple[float, float, float]:
 
 
 def _bias_arguments(bias: tuple, q: Tensor) -> list:
+    """Tables, times, edges of the time buckets, rows of the tables, and how many heads share a column of them."""
     position_table, time_table, q_times, k_times = bias
-    tensors = [q if x is None else x.contiguous() for x in (position_table, time_table, q_times, k_times)]
-    return [*tensors, *(0 if table is None else table.shape[0] for table in (position_table, time_table))]
-
-
-def _table_arguments(tables: list, q: Tensor) -> list:
-    return [q if table is None else table for table in tables]
+    heads = q.shape[1]
+    widest = max((t.shape[1] for t in (position_table, time_table) if t is not None), default=heads)
+    tables = [q if t is None else t.expand(-1, widest).contiguous() for t in (position_table, time_table)]
+    times = [q if x is None else x.contiguous() for x in (q_times, k_times)]
+    edges = q if time_table is None else edges_on(q.device)
+    return [*tables, *times, edges, *(0 if table is None else table.shape[0] for table in (position_table, time_table)), heads // widest]
 
 
 def _meta(q: Tensor, bias: tuple, options) -> dict:

@@ -29,8 +29,7 @@ def jagged_attention(
     causal, window, bias: as `kernels._masks` defines them (bottom-right aligned where the lengths differ).
     scale: on `q . k`, default `D ** -0.5`.
 
-    Returns `(total_q, H, D)` in q's dtype; accumulation is float32. Output and gradients repeat bitwise from run to run, except
-    the bias tables' gradients on CUDA (float32 atomics).
+    Returns `(total_q, H, D)` in q's dtype; accumulation is float32. Output and gradients, the bias tables' too, repeat bitwise from run to run.
     Raises ValueError, naming the argument. Decreasing offsets are found on the CPU always, on CUDA under PLANNER_CHECK_OFFSETS=1.
     """
     return attend(

@@ -49,12 +49,14 @@ class Case:
             max_q=max(q_lengths, default=0), max_k=max(k_lengths, default=0),
         )  # fmt: skip
 
-    def bias(self, *, position_rows=9, time_rows=5, dtype=torch.float64):
+    def bias(self, *, position_rows=9, time_rows=5, columns=None, span=60, dtype=torch.float64):
+        """Random tables (of `columns`, by default a column a head) and times from 0 to `span`, in any order."""
+
         def table(rows):
-            return torch.randn(rows, self.q.shape[1], dtype=dtype, device=self.q.device, requires_grad=True)
+            return torch.randn(rows, columns or self.q.shape[1], dtype=dtype, device=self.q.device, requires_grad=True)
 
         def times(x):
-            return torch.randint(0, 60, (x.shape[0],), device=x.device)
+            return torch.randint(0, span, (x.shape[0],), device=x.device)
 
         return kernels.AttentionBias(
             position_table=table(position_rows), time_table=table(time_rows), q_times=times(self.q), k_times=times(self.k)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import _attention_cpu
-from kernels._masks import time_bucket
 from tests.kernels._attention_cases import Case, assert_matches, offsets, relative_error
 
 Q_LENGTHS, K_LENGTHS = [3, 0, 5, 7, 1, 20, 0, 4], [3, 4, 0, 9, 1, 12, 0, 2]
@@ -19,12 +18,6 @@ Q_LENGTHS, K_LENGTHS = [3, 0, 5, 7, 1, 20, 0, 4], [3, 4, 0, 9, 1, 12, 0, 2]
 def test_output_and_gradients_equal_the_float64_reference(causal, window, kv_heads):
     case = Case.random(Q_LENGTHS, K_LENGTHS, kv_heads=kv_heads)
     assert_matches(case, "softmax", 1e-12, causal=causal, window=window, scale=0.3)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_bias_tables_get_their_gradients(causal):
-    case = Case.random(Q_LENGTHS, K_LENGTHS)
-    assert_matches(case, "softmax", 1e-12, causal=causal, bias=case.bias())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -123,11 +116,6 @@ def test_buckets_hold_every_sequence_once_and_pad_little():
     assert len(plan) < 3000
 
 
-@pytest.mark.parametrize("difference", [0, 1, 2, 3, 4, 7, 8, 2**24 - 1, 2**24, 2**53 - 1, 2**62 - 1, -5])
-def test_time_buckets_are_bit_lengths(difference):
-    assert int(time_bucket(torch.tensor(difference), 64)) == abs(difference).bit_length()
-
-
 def test_operator_contract():
     """Schema, fake, and autograd registration agree with the implementation."""
     case = Case.random([3, 0, 5], [2, 4, 5], dtype=torch.float32)
@@ -172,9 +160,6 @@ def _call(**changes):
         ({"k_offsets": torch.tensor([0, 3])}, "k_offsets: has shape"),
         ({"max_q": 3}, "max_q: 3 is below the longest sequence, 4"),
         ({"window": 0}, "window: 0"),
-        ({"bias": kernels.AttentionBias(position_table=torch.zeros(4, 4))}, "bias.position_table: 4 rows"),
-        ({"bias": kernels.AttentionBias(position_table=torch.zeros(5, 3))}, "bias.position_table: expected"),
-        ({"bias": kernels.AttentionBias(time_table=torch.zeros(5, 4))}, "bias.q_times"),
     ],
 )
 def test_wrong_arguments_are_named(changes, message):

@@ -45,10 +45,31 @@ def test_grouped_heads(kind, kv_heads):
     assert_matches(_case(kv_heads=kv_heads), kind, BF16)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "silu"])
-def test_bias_tables(kind):
-    case = _case()
-    assert_matches(case, kind, 2e-2, causal=True, bias=case.bias(dtype=torch.float32))
+@pytest.mark.parametrize(("kind", "causal", "lengths", "columns", "head_dim"), [
+    ("silu", True, None, 1, 128), ("softmax", True, None, 4, 64), ("gelu", False, None, 1, 64), ("silu", True, [60, 0, 33, 1], 1, 128),
+])  # fmt: skip
+def test_bias_tables(kind, causal, lengths, columns, head_dim):
+    """Against float64, of one column and of one a head, for long and for few queries; the tables' gradients too repeat bit by bit."""
+    case = _case(lengths, head_dim=head_dim)
+    bias = case.bias(position_rows=301, time_rows=129, columns=columns, span=2**40, dtype=torch.float32)
+    assert_matches(case, kind, 2e-2, causal=causal, bias=bias)
+    first, second = (case.gradients(case.run(kind, causal=causal, bias=bias), bias.position_table, bias.time_table) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_bias_buckets_are_those_of_the_cpu():
+    """With nothing but the time table, the identity, and values of 1: sums over table rows are exact, so that one wrong bucket shows."""
+    times = (2 ** (40 * torch.rand(1000, dtype=torch.float64))).long().cuda()
+    zeros, ones = torch.zeros(1000, 1, 64, device="cuda"), torch.ones(1000, 1, 64, device="cuda")
+    table = torch.arange(129.0, device="cuda")[:, None]
+    edges = offsets([400, 0, 600], device="cuda")
+    for device in ("cuda", "cpu"):
+        bias = kernels.AttentionBias(time_table=table.to(device), q_times=times.to(device), k_times=times.to(device))
+        rest = [x.to(device) for x in (zeros, zeros, ones, edges, edges)]
+        out = kernels.gdpa(*rest, max_q=600, max_k=600, activation="identity", causal=True, bias=bias)
+        if device == "cuda":
+            kept = out
+    assert torch.equal(kept.cpu(), out)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])

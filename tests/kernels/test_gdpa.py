@@ -1,4 +1,4 @@
-"""GDPA on the CPU: every activation against float64, the fixed divisor, HSTU as a configuration."""
+"""GDPA on the CPU: every activation against float64, the fixed divisor."""
 
 import pytest
 import torch
@@ -18,12 +18,6 @@ Q_LENGTHS, K_LENGTHS = [3, 0, 5, 7, 1, 20, 0, 4], [3, 4, 0, 9, 1, 12, 0, 2]
 def test_output_and_gradients_equal_the_float64_reference(activation, causal, window, kv_heads):
     case = Case.random(Q_LENGTHS, K_LENGTHS, kv_heads=kv_heads)
     assert_matches(case, activation, 1e-12, causal=causal, window=window)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_hstu_with_bias(activation):
-    case = Case.random(Q_LENGTHS, Q_LENGTHS)
-    assert_matches(case, activation, 1e-12, causal=True, bias=case.bias())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
