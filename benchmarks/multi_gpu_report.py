@@ -309,7 +309,8 @@ def _plan_row(one: Ran) -> Row:
     policies = sorted({o.checkpoint for r in plan.regions for o in r.options})
     phases = ", ".join(f"{name} {1e3 * plan.prediction['phases'][name]['value']:.2f}/{1e3 * one.found['device_s'][name]:.2f}" for name in PHASES)
     memory = f"; peak {one.memory[0] / 1e9:.2f}/{one.memory[1] / 1e9:.2f} GB" if one.memory else ""
-    sharding = ", ".join(sorted({t.sharding for t in plan.tables})) + (", ids ahead" if plan.input_overlap else "")
+    sharding = ", ".join(sorted({t.sharding for t in plan.tables})) + (", ids ahead" if plan.input_overlap else "") + (
+        f", tables {plan.tables_ahead} blocks ahead" if plan.tables_ahead else "")
     return Row(name=f"plan {one.name}", value=1e3 * one.measured, unit="ms a step", better="lower",
                note=f"predicted {1e3 * one.predicted:.2f} ms ({one.error:+.1%}); {plan.layout.short}, batch {plan.local_batch} x "
                     f"{plan.accumulation}, {plan.batching}, {one.precision}, checkpoint {', '.join(policies)}, {sharding}; "

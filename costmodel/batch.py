@@ -62,6 +62,8 @@ class BatchBound:
                  executions: Sequence[str], loads: Callable[[Plan, dict[str, float]], TableLoads] = table_loads) -> None:
         if template.exchange != "rows":
             raise ValueError(f"candidates: exchange {template.exchange!r} is not searched, only rows")
+        if template.tables_ahead:
+            raise ValueError(f"candidates: tables_ahead {template.tables_ahead} is not bounded here, only 0")
         self.template, self.calibration, self.loads = template, calibration, loads
         self.codes = {"batching": tuple(batchings), "transport": tuple(transports), "execution": tuple(executions)}
         self.gpu = template.cluster.device.kind == "gpu"

@@ -4,7 +4,7 @@ Per micro-batch, as the runtime issues it (runtime/trainer.py, runtime/paralleli
 
     input -> sparse forward -> per block: gather, compute -> loss -> per block backwards: gather, recompute, compute, reduce -> sparse backward
     with `input_overlap` the next micro-batch's ids are made unique behind this one's lookup, counts cross during its forward, ids from there on
-    then AdamW; with several replicas of a sparse group their average every `sync_every` steps
+    then AdamW; what several replicas of a sparse group move is `costmodel.replicas`'
 
 The FSDP unit is a block. Dependencies of collectives:
 
@@ -29,12 +29,13 @@ from collections.abc import Mapping, Sequence
 from costmodel.blocks import BatchShape, Block, JaggedShape, activation_dtype
 from costmodel.calibration import MINIMUM_WIDTH, Calibration
 from costmodel.comms import CollectiveCost, GroupShape, Network, layout_groups, network
-from costmodel.model import DTYPE_BYTES, Model
+from costmodel.model import Model
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, elementwise, op
 from costmodel.plan import Plan
 from costmodel.pricer import MAX_BATCHES, NO_COST, Cost, Pricer, pricer, summed
 from costmodel.quantity import Source, worst
 from costmodel.regions import Region, regions
+from costmodel.replicas import ReplicaTasks
 from costmodel.sparse import GroupWork, TableLoads, group_work, table_loads
 from costmodel.stepgraph import COMPUTE, H2D, HOST, StepGraph, Task, tier_stream
 from costmodel.wire import LOW_WIRES, gather_width, wire_bytes, wires
@@ -129,7 +130,7 @@ class _Unit:
     checkpoint: str
 
 
-class _Builder:
+class _Builder(ReplicaTasks):
     """Appends tasks; `last` is the compute chain's end, on a CPU the whole chain's."""
 
     def __init__(self, plan: Plan, pricer: Pricer, net: Network, batch: BatchShape, loads: TableLoads) -> None:
@@ -202,15 +203,18 @@ class _Builder:
     # --- the step ---
 
     def step(self) -> None:
+        self.left_running()
         for micro in range(self.plan.accumulation):
             last = micro == self.plan.accumulation - 1
             self.input()
             self.sparse_forward()
             self.forward()
             self.send_ids()
+            self.before_backward()
             reductions = self.backward(reduce=last)
             self.sparse_backward(last)
         self.optimizer(reductions)
+        self.end_step()
 
     def input(self) -> None:
         # on a GPU the loader's work is counted in ids of all tables (runtime.microbench.gpu)
@@ -352,13 +356,6 @@ class _Builder:
         return [op("embedding_lookup", variant=_variant(w), ids=w.ids, unique=w.unique, dim=w.table.dim, rows=w.unique, tables=w.table.count,
                    dtype=w.table.dtype) for w in self.work]
 
-    def gather_replicas(self, name: str) -> None:
-        """Fully sharded 2D: the whole shard is gathered from the replicas, for the update with its optimizer state."""
-        layout = self.plan.layout
-        if layout.fully_sharded_2d and layout.sparse_replicas > 1:
-            num_bytes = float(self.loads.weights.max()) + (float(self.loads.state.max()) if "backward" in name else 0.0)
-            self.collective(name, "all_gather", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True)
-
     def forward(self) -> None:
         phase, before = "forward", self.last
         for unit in self.units:
@@ -409,12 +406,13 @@ class _Builder:
         reduced: int | None = None
         units = self.units[::-1]
         gathered = self.gather(units[0], before) if regather else None
-        for unit, following in zip(units, [*units[1:], None]):
+        for i, (unit, following) in enumerate(zip(units, [*units[1:], None])):
             block, name = unit.region.block, unit.region.name
             start = self.last
             gather = self.unshard(unit, gathered, phase) if regather else None
             # FSDP2 asks for the next unit before this one's backward, so ahead of its reduce-scatter
             gathered = self.gather(following, start) if regather and following is not None else None
+            self.gather_ahead(len(units) - i, len(units), last=reduce)
             self.exchange(unit, BACKWARD)
             again = self.pricer.recompute(block, self.batch, unit.precision, unit.checkpoint)
             if again.parts:
@@ -463,17 +461,6 @@ class _Builder:
         self.fetch("host rows back", 1)
         if layout.sparse_replicas > 1:
             self.average_replicas()
-
-    def average_replicas(self) -> None:
-        """Plain 2D: all-reduce of weights and state every `sync_every` steps; fully sharded 2D: reduce-scatter of both each step. 16-bit weights
-        travel as fp32. The step waits for the rank that holds most, which need not be the one that serves most."""
-        layout = self.plan.layout
-        wide = sum(self.loads.held[t.name][2] * t.dim * 4.0 for t in self.plan.model.tables if DTYPE_BYTES[t.dtype] < 4)
-        num_bytes = float((self.loads.weights + self.loads.state + wide / 2).max())
-        if layout.fully_sharded_2d:
-            self.collective("tables scatter", "reduce_scatter", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True)
-            return
-        self.collective("tables average", "all_reduce", num_bytes, self.groups["sparse_replicas"], deps=(), waits=True, share=1.0 / layout.sync_every)
 
     @property
     def accumulated(self) -> tuple[float, float]:

@@ -8,8 +8,9 @@ experts, sharded over fsdp / ep ranks.
     optimizer              8 bytes x sharded elements (AdamW: two fp32 moments)
     tables, table_state    the fullest rank's shards; rowwise Adagrad 4 bytes a row, Adam 8 bytes a weight, SGD none; an unknown one is an
                            error. Plain 2D: every replica holds its shard whole. Fully sharded 2D: 1 / replicas of it at rest, and the
-                           whole shard of the tables in flight from the gather to the lookup and the update. Host-cached: the rows fetched
-                           at once, on the device; the table and its state in host memory
+                           whole shard of the tables in flight from the gather to the lookup and the update; with `tables_ahead` also while
+                           backward has so many blocks to go, weights from the update to the next lookup, and state to the next backward.
+                           Host-cached: the rows fetched at once, on the device; the table and its state in host memory
     saved_activations      per region and checkpoint policy (costmodel/blocks/base.py), of one micro-batch, and what the tables keep for
                            backward: their outputs; with an exchange also the unique rows and every id's place among them
     unsharded_parameters   gathered parameters (fsdp > 1) or copies (below fp32) in their compute dtype; two neighbouring blocks when resharded
@@ -23,7 +24,8 @@ experts, sharded over fsdp / ep ranks.
     forward end = parameters + optimizer + tables + table_state + input + buffers + all saved + unsharded
     backward i  = the same - saved of the blocks behind i + recomputed saved of i + its workspace + gradients so far
     optimizer   = parameters + gradients + optimizer + tables + table_state + input
-    sparse      = fully sharded 2D: what rests, the whole shard in flight, and what its lookups leave before it is released
+    sparse      = fully sharded 2D: what rests, the whole shard in flight, and what its lookups leave before it is released, or the gradients
+                  that are there at the update
     reserved    = allocated x (1 + allocator slack) + context + communicators;  a plan fits when reserved <= limit
 
 On a GPU all that depends on a micro-batch is that of the largest one, where the workload says how many steps there are: of the most events that one
@@ -158,17 +160,19 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     parameters = sum(b.sharded for b in blocks)
     cached = loads.weights if loads.fetched is None else loads.weights + loads.fetched.max(axis=0)
     tables, state = float(cached.max(initial=0.0)), float(loads.state.max(initial=0.0))
-    in_flight = 0.0
+    in_flight, early = 0.0, (0.0, 0.0)
     if plan.layout.fully_sharded_2d and plan.layout.sparse_replicas > 1:
         in_flight = tables + state
+        early = (state, in_flight) if plan.tables_ahead else early
         tables, state = tables / plan.layout.sparse_replicas, state / plan.layout.sparse_replicas
     inputs = INPUT_BATCHES * input_bytes(plan, batch) + (distributed_bytes(plan, batch) if plan.input_overlap else 0.0)
     gpu = plan.cluster.device.kind == "gpu"
     buffers = exchange_bytes(plan, loads) + (_library_bytes(calibration) if gpu else 0.0)
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
     embeddings = embedding_bytes(plan, batch)
-    dense, phase = _dense_peak(blocks, embeddings, plan)
-    peaks = {phase: resting + dense, "optimizer": resting + parameters, "sparse": resting + in_flight + (embeddings if in_flight else 0.0)}
+    dense, phase = _dense_peak(blocks, embeddings, plan, early)
+    sparse = in_flight + max(parameters, embeddings) if in_flight else parameters
+    peaks = {phase: resting + dense, "optimizer": resting + parameters + early[1], "sparse": resting + sparse}
     peak_phase = max(peaks, key=lambda name: peaks[name])
     peak = peaks[peak_phase]
     context, each = reserving(plan, calibration)
@@ -209,16 +213,18 @@ def _unsharded(blocks: list[BlockMemory], plan: Plan) -> float:
     return max(pairs, default=blocks[0].unsharded) + max(b.unsharded for b in blocks)
 
 
-def _dense_peak(blocks: list[BlockMemory], embeddings: float, plan: Plan) -> tuple[float, str]:
-    """(bytes over the resting ones, phase) of the largest moment from the end of forward through backward."""
+def _dense_peak(blocks: list[BlockMemory], embeddings: float, plan: Plan, early: tuple[float, float] = (0.0, 0.0)) -> tuple[float, str]:
+    """(bytes over the resting ones, phase) of the largest moment from the end of forward through backward. early: bytes of whole shards that are
+    there in forward, and in backward from `tables_ahead` blocks before its end."""
     keep = keeps_unsharded(plan.layout)
     gradients = sum(b.sharded for b in blocks) if plan.accumulation > 1 else 0.0
     saved, unsharded = sum(b.saved for b in blocks) + embeddings, sum(b.unsharded for b in blocks) if keep else 0.0
-    best, phase = saved + unsharded + gradients, "forward"
+    best, phase = saved + unsharded + gradients + early[0], "forward"
     for i in range(len(blocks) - 1, -1, -1):
         block = blocks[i]
         gathered = unsharded if keep else block.unsharded + (blocks[i - 1].unsharded if i else 0.0)
         here = saved + max(0.0, block.whole - block.saved) + block.workspace + gathered + block.unsharded + gradients
+        here += early[1] if i < plan.tables_ahead else 0.0
         if here > best:
             best, phase = here, "backward"
         saved -= block.saved

@@ -143,6 +143,8 @@ class Plan:
     layers below 16 bits do besides (`runtime.precision.linear`). `emulated`: number formats that the device has not, whose numbers are exact and
     whose speed says nothing. `ne_tolerance`: relative NE that `planner validate` allows the plan over itself in 16 bits.
     `input_overlap`: the ids of the next micro-batch are exchanged while this one is computed, instead of when they are needed.
+    `tables_ahead`: with several replicas of a sparse group, 0: their collectives are waited for where they are issued; n > 0: they run beside
+    compute, and fully sharded 2D gathers whole shards for the update when backward has n blocks to go.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -158,6 +160,7 @@ class Plan:
     execution: Literal["eager", "compile", "cuda_graph"] = "eager"
     exchange: Literal["rows", "pooled"] = "rows"
     input_overlap: bool = False
+    tables_ahead: int = 0
     wire: Wire | None = None
     wire_gradients: Wire | None = None
     gather_dtype: Literal["fp8"] | None = None

@@ -91,7 +91,7 @@ class _Bounds:
         self.block_of = block_of
         moves, move_of = self.per(("fsdp", "ddp", "ep", "reshard_after_forward", "transport"), self.move_seconds)
         sparse, sparse_of = self.per(("sparse_group", "local_batch", "accumulation", "input_overlap"), self.sparse_compute)
-        moved = ("sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "transport", "local_batch", "input_overlap")
+        moved = ("sparse_group", "sparse_replicas", "fully_sharded_2d", "sync_every", "transport", "local_batch", "input_overlap", "tables_ahead")
         sent, sent_of = self.per(moved, self.sparse_moves)
         distinct, pair_of = np.unique(block_of * len(moves) + move_of, return_inverse=True)
         dense = dense_times(blocks[distinct // len(moves)], moves[distinct % len(moves)], len(self.units))[pair_of]
@@ -99,7 +99,7 @@ class _Bounds:
         local, local_of = self.per(("sparse_group", "transport", "local_batch", "accumulation", "input_overlap"), self.local_savings)
         before, saved = local[local_of].T
         lookups, turn, update = sparse[sparse_of].T
-        exchanges, exchanged, tier, average = sent[sent_of].T
+        exchanges, exchanged, tier, average, beside = sent[sent_of].T
         each, update = lookups + exchanges, update + average
         repeats = (accumulation - 1) * (dense[:, 0] + turn + exchanged)
         move = moves[:, -3:][move_of]
@@ -113,7 +113,8 @@ class _Bounds:
         worked = (accumulation - 1) * (dense[:, 5] + turn + exchanged) + dense[:, 6] + turn + exchanged + update + again - saved
         # the optimizer is launched last, and what no op has comes behind it
         ended = move[:, -1] + pricer(self.pricing.base(0), self.calibration).step_overhead[0]
-        return self.slow * (np.maximum(accumulation * each + np.maximum(free, worked), self.launches()) + ended)
+        # means over replicas that run beside the optimizer begin behind the update
+        return self.slow * np.maximum(accumulation * each + np.maximum(free, worked) + np.maximum(ended, beside), self.launches() + ended)
 
     def launches(self) -> np.ndarray:
         """`(candidates,)`: least seconds in which the host launches a step's dense ops and the spreading of embeddings, under any options."""
@@ -302,14 +303,15 @@ class _Bounds:
         return np.array([forward, time(spread, BACKWARD) if exchanged else 0.0, update])
 
     def sparse_moves(self, i: int, plan: Plan) -> np.ndarray:
-        """`(4,)`: seconds of exchanges before forward in every micro-batch, of the exchange of gradients with its link, and of the replicas'
-        average."""
+        """`(5,)`: seconds of exchanges before forward in every micro-batch, of the exchange of gradients with its link, of the replicas' average, and
+        of what replicas do beside the optimizer."""
         ids, sent, returned, weights, state = self.sent[plan.layout.sparse_group, plan.local_batch, plan.input_overlap]
         net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
         rows, gradients = net.cost("all_to_all", sent, group), net.cost("all_to_all", returned, group)
-        gather, average = self.replica_seconds(plan, weights, state)
+        gather, average, beside = self.replica_seconds(plan, weights, state)
         return np.array(
-            [net.cost("all_to_all", ids, group).seconds + rows.seconds + gather, gradients.seconds, self.link(rows.tier, missing=-2.0), average]
+            [net.cost("all_to_all", ids, group).seconds + rows.seconds + gather, gradients.seconds, self.link(rows.tier, missing=-2.0), average,
+             beside]
         )
 
     def local_savings(self, i: int, plan: Plan) -> np.ndarray:
@@ -337,16 +339,18 @@ class _Bounds:
         early = count @ (plan.accumulation * forward + (plan.accumulation - 1) * backward)
         return np.array([early, max(0.0, net_saving - fixed)])
 
-    def replica_seconds(self, plan: Plan, weights: float, state: float) -> tuple[float, float]:
-        """(seconds of each micro-batch, of each step) that several replicas of a sparse group cost."""
+    def replica_seconds(self, plan: Plan, weights: float, state: float) -> tuple[float, float, float]:
+        """(seconds of each micro-batch, of each step, of each step beside the optimizer) that several replicas of a sparse group cost."""
         layout = plan.layout
         if layout.sparse_replicas == 1:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(layout)["sparse_replicas"]
         if layout.fully_sharded_2d:
-            gather = net.cost("all_gather", weights, group).seconds
-            return gather, gather + net.cost("reduce_scatter", weights, group).seconds
-        return 0.0, net.cost("all_reduce", weights + state, group).seconds / layout.sync_every
+            gather, scatter = (net.cost(kind, weights, group).seconds for kind in ("all_gather", "reduce_scatter"))
+            return (0.0, 0.0, scatter + gather) if plan.tables_ahead else (gather, gather + scatter, 0.0)
+        if plan.tables_ahead:
+            return 0.0, 0.0, net.cost("all_reduce", weights, group).seconds / layout.sync_every
+        return 0.0, net.cost("all_reduce", weights + state, group).seconds / layout.sync_every, 0.0
 
     # --- memory ---
 

@@ -117,7 +117,7 @@ def _describe(plan: Plan) -> str:
 def choices(a: Plan, b: Plan) -> list[Difference]:
     """What was chosen differently in two plans."""
     rows = [("model", a.model.name, b.model.name), ("cluster", a.cluster.name, b.cluster.name), ("layout", a.layout.short, b.layout.short)]
-    jobs = ("local_batch", "accumulation", "batching", "transport", "execution", "input_overlap")
+    jobs = ("local_batch", "accumulation", "batching", "transport", "execution", "input_overlap", "tables_ahead")
     rows += [(name, str(getattr(a, name)), str(getattr(b, name))) for name in jobs]
     rows.append(("tables", sharding(a), sharding(b)))
     for what in ("model", "cluster", "workload"):

@@ -55,6 +55,7 @@ def default_plan(scenario: ResolvedScenario) -> tuple[Plan, tuple[str, ...]]:
         tables=_tables(scenario, layout, notes),
         seed=scenario.seed,
         input_overlap=bool(scenario.input_overlap),
+        tables_ahead=scenario.tables_ahead or 0,
         transport=scenario.pins.transport or ("gloo" if scenario.cluster.device.kind == "cpu" else "nccl"),
         **{k: getattr(scenario.pins, k) for k in ("batching", "execution") if getattr(scenario.pins, k) is not None},
         **low_precision_pins(scenario),

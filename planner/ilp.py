@@ -96,7 +96,7 @@ class MemoryRow:
     """The candidate's memory beside tables and blocks, bytes: `resting` (parameters, optimizer, input, buffers at even load), `buffer` (what
     an evenly
     loaded rank's exchange takes, grows with L), `gradients` of all blocks, `embeddings` kept until backward, `usable` (allocated bytes that
-    still fit)."""
+    still fit). tables_in_flight: whole shards of fully sharded 2D are there at the update, tables_early: states from there to the next backward."""
 
     resting: float
     buffer: float
@@ -107,6 +107,7 @@ class MemoryRow:
     keeps_unsharded: bool
     table_share: float = 1.0
     tables_in_flight: bool = False
+    tables_early: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +237,10 @@ class CandidateProgram:
         resting = (memory.resting - memory.buffer) / GIB + tables + memory.buffer / GIB * self.L + dense
         right = usable / GIB if missing is None else usable / GIB + missing
         for name, bytes_there in self.peaks():
-            problem += resting + memory.embeddings / GIB + bytes_there <= right, f"memory_{name}"
-        in_flight = (self.W + self.S + memory.embeddings / GIB) if memory.tables_in_flight else 0
-        problem += resting + in_flight <= right, "memory_sparse"
+            early = self.S if memory.tables_early and name == "forward" else 0
+            problem += resting + memory.embeddings / GIB + bytes_there + early <= right, f"memory_{name}"
+        if memory.tables_in_flight:
+            problem += resting + self.W + self.S + max(memory.embeddings, memory.gradients) / GIB <= right, "memory_sparse"
         problem += resting + memory.gradients / GIB <= right, "memory_optimizer"
 
     def peaks(self) -> Iterable[tuple[str, pulp.LpAffineExpression]]:

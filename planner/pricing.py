@@ -331,11 +331,12 @@ class Pricing:
                     fixed, slope = below(lambda size, key=key, priced=priced: priced(size)[key], sizes)
                     found[key], once[key] = {t.name: slope * t.gradient for t in local}, fixed
             elif task.name in REPLICA_TASKS:
-                share = 1.0 / plan.layout.sync_every if task.name == "tables average" else 1.0
+                kind, *_ = REPLICA_TASKS[task.name]
+                share = 1.0 / plan.layout.sync_every if task.name.startswith("tables average") else 1.0
                 most, even = sum(t.count * t.held(task.name) for t in local), task_keys(task, cap)
                 for part in np.linspace(most / 8, most, 8):
                     size = task.bytes / share + float(part)
-                    more = self.grown(task, REPLICA_TASKS[task.name], size, net, groups["sparse_replicas"], share, cap)
+                    more = self.grown(task, kind, size, net, groups["sparse_replicas"], share, cap)
                     for key, seconds in more.items():
                         secant = max(0.0, seconds - even[key]) / part
                         slopes = {t.name: secant * t.held(task.name) for t in local}
@@ -370,6 +371,7 @@ class Pricing:
             keeps_unsharded=keeps_unsharded(layout),
             table_share=1.0 / layout.sparse_replicas if full else 1.0,
             tables_in_flight=full,
+            tables_early=full and plan.tables_ahead > 0,
         )
 
     # --- tables ---

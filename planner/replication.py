@@ -18,9 +18,21 @@ import numpy as np
 from costmodel.model import DTYPE_BYTES, TableGroup
 from costmodel.sparse import expected_unique, ids_per_table, state_bytes
 
-REPLICA_TASKS = {"tables average": "all_reduce", "tables scatter": "reduce_scatter", "tables gather forward": "all_gather",
-                 "tables gather backward": "all_gather"}
-"""Collectives over the replicas of a sparse group, which grow with the bytes that a rank holds."""
+REPLICA_TASKS = {
+    "tables average": ("all_reduce", True, True, True),
+    "tables average weights": ("all_reduce", True, False, True),
+    "tables average state": ("all_reduce", False, True, False),
+    "tables scatter": ("reduce_scatter", True, True, True),
+    "tables scatter weights": ("reduce_scatter", True, False, True),
+    "tables scatter state": ("reduce_scatter", False, True, False),
+    "tables gather forward": ("all_gather", True, False, False),
+    "tables gather backward": ("all_gather", True, True, False),
+    "tables gather lookup": ("all_gather", True, False, False),
+    "tables gather update": ("all_gather", True, True, False),
+    "tables gather next": ("all_gather", True, False, False),
+}
+"""Collectives over the replicas of a sparse group (`costmodel.replicas`), which grow with the bytes that a rank holds: kind, and whether weights,
+state and what 16-bit weights are wider on their way are in them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +61,8 @@ class LocalTable:
 
     def held(self, task: str) -> float:
         """Bytes that a collective over replicas has more of."""
-        if task == "tables gather forward":
-            return self.weights
-        return self.weights + self.state + (0.0 if task == "tables gather backward" else self.widened)
+        _, *parts = REPLICA_TASKS[task]
+        return sum(size for size, there in zip((self.weights, self.state, self.widened), parts) if there)
 
 
 def steepest(seconds: Callable[[float], float], most: float) -> float:

@@ -128,6 +128,7 @@ class ScenarioFile(_Part):
     ne_tolerance: Number = pydantic.Field(default=0.0005, gt=0)
     seed: Count = pydantic.Field(default=0, ge=0)
     input_overlap: bool | None = None
+    tables_ahead: Annotated[int, pydantic.Field(ge=0)] | None = None
     variants: tuple[VariantFile, ...] = ()
     vary: dict[str, Annotated[tuple[Any, ...], pydantic.Field(min_length=1)]] = {}
 
@@ -230,6 +231,7 @@ class ResolvedScenario:
     ne_tolerance: float = 0.0005
     seed: int = 0
     input_overlap: bool | None = None
+    tables_ahead: int | None = None
     path: Path | None = None
     description: str = ""
     changes: tuple[Change, ...] = ()
@@ -425,6 +427,7 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
         ne_tolerance=parsed.ne_tolerance,
         seed=parsed.seed,
         input_overlap=parsed.input_overlap,
+        tables_ahead=parsed.tables_ahead,
         path=document.file,
         changes=changes,
         defaults=tuple(

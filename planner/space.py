@@ -154,13 +154,14 @@ class Candidates:
             "transport": TRANSPORTS[c["transport"][i]],
             "execution": EXECUTIONS[c["execution"][i]],
             "input_overlap": bool(c["input_overlap"][i]),
+            "tables_ahead": int(c["tables_ahead"][i]),
         }
 
     def describe(self, i: int) -> str:
         o = self.options(i)
         sync = f" sync{self['sync_every'][i]}" if self["sync_every"][i] > 1 else ""
         batch = f"batch {o['local_batch']}x{o['accumulation']}"
-        overlap = " overlap" if o["input_overlap"] else ""
+        overlap = (" overlap" if o["input_overlap"] else "") + (f" ahead{o['tables_ahead']}" if o["tables_ahead"] else "")
         return f"{self.layout(i).short}{sync} {batch} {o['batching']} {o['transport']} {o['execution']}{overlap}"
 
 
@@ -199,6 +200,7 @@ def build_space(scenario: ResolvedScenario, calibration: Calibration | None = No
         "sparse_replicas",
         "fully_sharded_2d",
         "sync_every",
+        "tables_ahead",
         "reshard_after_forward",
         "local_batch",
         "accumulation",
@@ -288,8 +290,8 @@ def _zones(cluster: Cluster) -> str:
     return f"zones of {zone} ranks"
 
 
-def _sparse(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int, int, int]]:
-    """(group, replicas, fully_sharded_2d, sync_every)."""
+def _sparse(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, int, int, int, int]]:
+    """(group, replicas, fully_sharded_2d, sync_every, tables_ahead)."""
     cluster, pins, zone = scenario.cluster, scenario.pins.layout, scenario.cluster.scope_size("zone")
     found, legal = [], []
     for group in divisors(cluster.num_ranks):
@@ -312,7 +314,12 @@ def _sparse(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, 
             if sync > 1 and "sync_every" not in pins:
                 log.append(Excluded(what=f"sync_every {sync}", why=DRIFT, kind="excluded"))
                 continue
-            found.append((group, replicas, int(full), sync))
+            found += [(group, replicas, int(full), sync, ahead) for ahead in (_tables_ahead(scenario, full) if replicas > 1 else (0,))]
+    if any(row[1] > 1 for row in found):
+        if scenario.tables_ahead is not None:
+            log.append(Excluded(what=f"tables_ahead other than {scenario.tables_ahead}", why="another one is pinned", kind="pinned"))
+        elif cluster.device.kind == "cpu":
+            log.append(Excluded(what="tables_ahead above 0", why="collectives of CPU ranks run on the cores that compute", kind="excluded"))
     return _or_raise(
         found,
         scenario,
@@ -322,7 +329,18 @@ def _sparse(scenario: ResolvedScenario, log: list[Excluded]) -> list[tuple[int, 
     )
 
 
-def _shardable(scenario: ResolvedScenario, found: list[tuple[int, int, int, int]], log: list[Excluded], allow: bool) -> list:
+def _tables_ahead(scenario: ResolvedScenario, full: bool) -> tuple[int, ...]:
+    """Plain 2D's averages take no memory beside compute; what fully sharded 2D gathers early does: not early, for the second half of backward, for
+    all of it. CPU ranks have no other cores to run collectives on."""
+    if scenario.tables_ahead is not None:
+        return (scenario.tables_ahead,)
+    if scenario.cluster.device.kind == "cpu":
+        return (0,)
+    blocks = sum(r.count for r in regions(scenario.model))
+    return (0, -(-blocks // 2), blocks) if full else (1,)
+
+
+def _shardable(scenario: ResolvedScenario, found: list[tuple[int, int, int, int, int]], log: list[Excluded], allow: bool) -> list:
     """Without the sparse groups in which some table has no sharding left."""
     pins = scenario.pins
     kinds: dict[tuple, TableGroup] = {}

@@ -5,7 +5,9 @@ is written is `ROOT/step-N.tmp`, which becomes `ROOT/step-N` by a rename once ev
 whenever a process dies. The newest two are kept.
 
 Tables are stored shard by shard under `tables/NAME/ROWS/COLUMNS`, so that another plan can read them: a shard takes its part of every stored shard it
-overlaps. A row-wise Adagrad state that was kept per column shard is averaged by width, which is the state of the whole row.
+overlaps. A row-wise Adagrad state that was kept per column shard is averaged by width, which is the state of the whole row. Replicas of a sparse
+group hold the same, but between two averages, when replica r > 0 has its own under `replicas/r/tables/...`: the same plan takes them up again,
+another one goes on from replica 0's.
 """
 from __future__ import annotations
 
@@ -131,13 +133,14 @@ def load(path: Path, *, model, optimizer, embeddings: ShardedEmbeddings, fingerp
     random_state = {f"rng/{rank}": torch.get_rng_state()} if f"rng/{rank}" in stored else {}
     with embeddings.whole(write=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pieces = _pieces(embeddings, stored)
+        replica = _replica_to_read(embeddings, stored)
+        pieces = _pieces(embeddings, stored, replica)
         state = {**dense, **{key: piece for key, (piece, _) in pieces.items()}, **random_state}
         dcp.load(state, storage_reader=FileSystemReader(path))
         for group, names in zip(state["optim"]["param_groups"], own, strict=True):
             group["params"] = names  # stored are those of rank 0, whose experts may be others
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        _restore_tables(embeddings, {key: (state[key], extent) for key, (_, extent) in pieces.items()}, progress.step)
+        _restore_tables(embeddings, {key: (state[key], extent) for key, (_, extent) in pieces.items()}, progress.step, replica)
     if random_state:
         torch.set_rng_state(state[f"rng/{rank}"])
     return progress
@@ -164,8 +167,9 @@ def _barrier() -> None:
 Extent = tuple[int, int, int, int]
 
 
-def _key(table: str, extent: Extent, part: str) -> str:
-    return f"tables/{table}/{extent[0]}-{extent[1]}/{extent[2]}-{extent[3]}/{part}"
+def _key(table: str, extent: Extent, part: str, replica: int = 0) -> str:
+    key = f"tables/{table}/{extent[0]}-{extent[1]}/{extent[2]}-{extent[3]}/{part}"
+    return f"replicas/{replica}/{key}" if replica else key
 
 
 def _extent(shard: PlacedShard) -> Extent:
@@ -178,17 +182,19 @@ def _parts(stored, shard: PlacedShard) -> dict[str, Tensor]:
 
 
 def _table_state(embeddings: ShardedEmbeddings) -> dict[str, Tensor]:
-    if embeddings.meshes.replica:
-        return {}  # replicas hold what replica 0 holds
+    replica = embeddings.meshes.replica
+    if replica and not embeddings.replicas_differ:
+        return {}
     first = embeddings.meshes.sparse_rank == 0
-    return {_key(shard.table, _extent(shard), name): part for stored in embeddings.storages if first or not stored.spec.replicated
+    return {_key(shard.table, _extent(shard), name, replica): part for stored in embeddings.storages if first or not stored.spec.replicated
             for shard in stored.shards for name, part in _parts(stored, shard).items()}
 
 
-def _stored_extents(stored: set[str]) -> dict[tuple[str, str], list[Extent]]:
+def _stored_extents(stored: set[str], replica: int) -> dict[tuple[str, str], list[Extent]]:
     extents: dict[tuple[str, str], list[Extent]] = {}
+    prefix = f"replicas/{replica}/" if replica else ""
     for key in stored:
-        if m := re.fullmatch(r"tables/(.+)/(\d+)-(\d+)/(\d+)-(\d+)/(\w+)", key):
+        if m := re.fullmatch(prefix + r"tables/(.+)/(\d+)-(\d+)/(\d+)-(\d+)/(\w+)", key):
             extents.setdefault((m[1], m[6]), []).append((int(m[2]), int(m[3]), int(m[4]), int(m[5])))
     return extents
 
@@ -198,9 +204,17 @@ def _overlaps(shard: PlacedShard, extents: list[Extent]) -> list[Extent]:
     return sorted(e for e in extents if e[0] < r1 and r0 < e[1] and e[2] < c1 and c0 < e[3])
 
 
-def _pieces(embeddings: ShardedEmbeddings, stored_keys: set[str]) -> dict[str, tuple[Tensor, Extent]]:
+def _replica_to_read(embeddings: ShardedEmbeddings, stored_keys: set[str]) -> int:
+    """This rank's own replica where the checkpoint has exactly its shards, else 0."""
+    replica = embeddings.meshes.replica
+    shards = [(stored, shard) for stored in embeddings.storages for shard in stored.shards]
+    own = {_key(shard.table, _extent(shard), name, replica) for stored, shard in shards for name in _parts(stored, shard)}
+    return replica if own <= stored_keys else 0
+
+
+def _pieces(embeddings: ShardedEmbeddings, stored_keys: set[str], replica: int) -> dict[str, tuple[Tensor, Extent]]:
     """Empty tensors for every stored shard that this rank needs a part of."""
-    extents, pieces = _stored_extents(stored_keys), {}
+    extents, pieces = _stored_extents(stored_keys, replica), {}
     for stored in embeddings.storages:
         for shard in stored.shards:
             for name, part in _parts(stored, shard).items():
@@ -209,12 +223,12 @@ def _pieces(embeddings: ShardedEmbeddings, stored_keys: set[str]) -> dict[str, t
                     raise ValueError(f"checkpoint: no {name} of table {shard.table}")
                 for e in found:
                     shape = (e[1] - e[0], e[3] - e[2])[:part.dim()]
-                    pieces[_key(shard.table, e, name)] = (torch.empty(shape, dtype=part.dtype, device=part.device), e)
+                    pieces[_key(shard.table, e, name, replica)] = (torch.empty(shape, dtype=part.dtype, device=part.device), e)
     return pieces
 
 
-def _restore_tables(embeddings: ShardedEmbeddings, pieces: dict[str, tuple[Tensor, Extent]], step: int) -> None:
-    extents = _stored_extents(set(pieces))
+def _restore_tables(embeddings: ShardedEmbeddings, pieces: dict[str, tuple[Tensor, Extent]], step: int, replica: int) -> None:
+    extents = _stored_extents(set(pieces), replica)
     embeddings.num_steps = step
     for stored in embeddings.storages:
         stored.steps = step
@@ -223,7 +237,7 @@ def _restore_tables(embeddings: ShardedEmbeddings, pieces: dict[str, tuple[Tenso
                 if part.dim() == 1:
                     part.zero_()
                 for e in _overlaps(shard, extents[shard.table, name]):
-                    _copy_part(part, shard, pieces[_key(shard.table, e, name)][0], e)
+                    _copy_part(part, shard, pieces[_key(shard.table, e, name, replica)][0], e)
 
 
 def _copy_part(target: Tensor, shard: PlacedShard, source: Tensor, extent: Extent) -> None:

@@ -21,6 +21,10 @@ own copy from its own samples; every `sync_every` steps weights and optimizer st
 `sync_every = 1` is the update with the global mean gradient. Adagrad then averages an accumulator of per-group squares; nothing is rescaled.
 With fully sharded 2D a replica keeps its part of the copy only and gathers it around lookup and update (`runtime.replicas`).
 
+With `ahead` (`Plan.tables_ahead`) collectives over the replicas run beside compute, and every number stays the same: the whole shards for the update
+are gathered while backward runs (`gather_ahead`, which the model's blocks call), those for the next lookup as soon as the update's mean is there;
+means are waited for where they are needed, those of weights by the next lookup, those of states behind the next forward.
+
 A data-parallel table is whole on every rank: its rows are looked up where they are asked for; on the last micro-batch its gradient, dense and with
 the number of times that a row occurred, is all-reduced over the sparse group, and every rank makes the same update of the rows that occurred
 anywhere. A host-cached table goes the way of a table-wise one; its owner fetches the rows (`runtime.tables`). Its replicas are not averaged.
@@ -48,6 +52,7 @@ from runtime.batch import Batch
 from runtime.mesh import Meshes, all_to_all, wait
 from runtime.phases import PhaseTimer
 from runtime.precision.wire import WireFormat
+from runtime.replicas import Beside, ReplicaShard, means
 from runtime.shards import PlacedShard, place
 from runtime.tables import DTYPES, StoredTable, build_storages
 
@@ -103,13 +108,13 @@ class Distribution:
 class ShardedEmbeddings:
     """This rank's part of all tables. `forward` hands leaves to the model; after the model's backward, `backward` does the rest.
 
-    placements: one per table. wire, wire_gradients: number formats of rows and of their gradients between ranks (`costmodel.wire`). `sent_bytes`: of
-    both, what this rank has sent, its own part included.
+    placements: one per table. ahead: replicas' collectives run beside compute. wire, wire_gradients: number formats of rows and of their gradients
+    between ranks (`costmodel.wire`). `sent_bytes`: of both, what this rank has sent, its own part included.
     """
 
     def __init__(self, tables: tuple[TableGroup, ...], placements: tuple[TablePlacement, ...], meshes: Meshes, *, seed: int,
                  learning_rate: float, sync_every: int = 1, timer: PhaseTimer | None = None,
-                 wire: Wire | None = None, wire_gradients: Wire | None = None) -> None:
+                 wire: Wire | None = None, wire_gradients: Wire | None = None, ahead: bool = False) -> None:
         self.tables, self.meshes, self.timer = tables, meshes, timer
         self.learning_rate, self.sync_every = learning_rate, sync_every
         self.group_size = meshes.layout.sparse_group
@@ -134,6 +139,9 @@ class ShardedEmbeddings:
         self.wire, self.wire_gradients = (WireFormat(name) for name in wires(tables, wire, wire_gradients))
         self.sent_bytes = {"embeddings": 0, "gradients": 0}
         self.num_steps = 0
+        self.ahead = ahead and meshes.sparse_replicas is not None
+        self._weights_beside, self._states_beside = (Beside(meshes.device), Beside(meshes.device)) if self.ahead else (None, None)
+        self._last_microbatch = True
         self._pending: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {s.spec.index: [] for s in self.storages}
         self._lookups: list[Lookup] = []
         self._exchange: Exchange | None = None
@@ -149,6 +157,8 @@ class ShardedEmbeddings:
         """Table group name -> `(C, B, dim)` for pooled groups, `(C, T, dim)` for sequence groups; leaves that require gradients. `distribution`: what
         `distribute` made of the same batch."""
         self._join(batch, distribution)
+        if self._weights_beside is not None:
+            self._weights_beside.join(self.timer)
         weights = [s.weight_shard for s in self.storages if s.weight_shard is not None]
         for shard in weights:
             shard.gather(self.timer)
@@ -266,6 +276,31 @@ class ShardedEmbeddings:
 
     # --- backward ---
 
+    def before_backward(self, *, last_microbatch: bool = True) -> None:
+        """Call it between a micro-batch's forward and its backward: what the step before left running over the replicas ends here."""
+        self._last_microbatch = last_microbatch
+        if self._states_beside is not None:
+            self._states_beside.join(self.timer)
+            for shard in self._state_shards():
+                shard.release()
+
+    def gather_ahead(self) -> None:
+        """Fully sharded 2D: begin to gather what comes behind the backward that runs: whole shards for the update, weights for another micro-batch.
+        Nothing where that is under way or not to be done early. Collective over the replicas."""
+        if self.ahead:
+            for stored in self.storages:
+                for shard in stored.replica_shards if self._last_microbatch else stored.replica_shards[:1]:
+                    shard.begin()
+
+    def settle(self) -> None:
+        """Nothing runs over the replicas behind this, and nothing is gathered. Collective over the replicas."""
+        if self._weights_beside is not None and self._states_beside is not None:
+            self._weights_beside.join(self.timer)
+            self._states_beside.join(self.timer)
+            for stored in self.storages:
+                for shard in stored.replica_shards:
+                    shard.drop(self.timer)
+
     def backward(self, *, last_microbatch: bool = True) -> None:
         """From the gradients of the leaves to updated tables. Without `last_microbatch` gradients are kept for the step's update."""
         if self._direct:
@@ -319,12 +354,29 @@ class ShardedEmbeddings:
                 grad, rows, offsets = _join(pending)
                 mode = "mean" if offsets is not None and stored.table.pooling == "mean" else "sum"
                 stored.update(grad, rows, offsets, lr=self.learning_rate, mode=mode)
+            if stored.weight_shard is not None and self._weights_beside is not None:
+                # the next lookup needs it: gathered again at once
+                self._weights_beside.run(stored.weight_shard.averages(), stored.weight_shard.begin)
+                continue
             for shard in stored.replica_shards:
                 shard.average(self.timer)
                 shard.release()
         self.num_steps += 1
-        if self.meshes.sparse_replicas is not None and not self.meshes.layout.fully_sharded_2d and self.num_steps % self.sync_every == 0:
-            self.average_replicas()
+        if self.meshes.layout.fully_sharded_2d and self._states_beside is not None and self._weights_beside is not None:
+            self._weights_beside.advance(self.timer)
+            for shard in self._state_shards():
+                self._states_beside.run(shard.averages())
+        elif self.meshes.sparse_replicas is not None and not self.meshes.layout.fully_sharded_2d and self.num_steps % self.sync_every == 0:
+            self._average_replicas()
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether steps were made since the replicas' last average."""
+        layout = self.meshes.layout
+        return layout.sparse_replicas > 1 and not layout.fully_sharded_2d and self.num_steps % self.sync_every != 0
+
+    def _state_shards(self) -> list[ReplicaShard]:
+        return [shard for stored in self.storages for shard in stored.state_shards]
 
     def _reduced(self, stored: StoredTable) -> list[tuple[Tensor, Tensor, None]]:
         """The step's gradient of a data-parallel storage over the sparse group: rows that occurred on any rank. Collective."""
@@ -338,6 +390,7 @@ class ShardedEmbeddings:
     @contextlib.contextmanager
     def whole(self, *, write: bool = False) -> Iterator[None]:
         """Weights and states whole inside; with `write`, what is written there (the same on every replica) stays. Collective over the replicas."""
+        self.settle()
         shards = [shard for stored in self.storages for shard in stored.replica_shards]
         for shard in shards:
             shard.gather(None)
@@ -347,16 +400,19 @@ class ShardedEmbeddings:
                 shard.keep()
             shard.release()
 
-    def average_replicas(self) -> None:
+    def _average_replicas(self) -> None:
         """Weights and optimizer state become the mean over the replicas of this rank's shards."""
-        replicas = self.meshes.layout.sparse_replicas
-        for stored in self.storages:
-            for tensor in (stored.weight, *stored.state_tensors()):
-                total = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-                wait(dist.all_reduce(total, group=self.meshes.sparse_replicas, async_op=True), self.timer)
-                total /= replicas
-                if total is not tensor:
-                    tensor.copy_(total)
+        group, replicas = self.meshes.sparse_replicas, self.meshes.layout.sparse_replicas
+        assert group is not None
+        weights, states = [s.weight for s in self.storages], [t for s in self.storages for t in s.state_tensors()]
+        for beside, tensors in ((self._weights_beside, weights), (self._states_beside, states)):
+            for tensor in tensors:
+                if beside is not None:
+                    beside.run(means(tensor, group, replicas))
+                    continue
+                for work, then in means(tensor, group, replicas):
+                    wait(work, self.timer)
+                    then()
 
     # --- host-side splits ---
 

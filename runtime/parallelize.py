@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from costmodel.execution import refusal
 from costmodel.plan import Plan, RegionOption
@@ -81,7 +82,7 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
     """Applies `plan` to `model` in place. Raises ValueError for options that are not executable here."""
     embeddings = ShardedEmbeddings(plan.model.tables, plan.tables, meshes, seed=plan.seed, timer=timer,
                                    learning_rate=plan.workload.sparse_learning_rate, sync_every=plan.layout.sync_every,
-                                   wire=plan.wire, wire_gradients=plan.wire_gradients)
+                                   wire=plan.wire, wire_gradients=plan.wire_gradients, ahead=plan.tables_ahead > 0)
     if plan.batching == "padded":
         for encoder in model.sequences:
             encoder.pad()
@@ -101,7 +102,20 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
     gathers = _fully_shard(model, blocks, plan=plan, meshes=meshes, timer=timer) if wrapped else ()
     if plan.execution == "cuda_graph":
         capture(model, plan, meshes.device)
+    if embeddings.ahead and plan.layout.fully_sharded_2d:
+        _call_in_backward(embeddings.gather_ahead, [block for block, _ in blocks], plan.tables_ahead)
     return Parallelized(dense=model, embeddings=embeddings, gathers=gathers)
+
+
+def _call_in_backward(call: Callable[[], None], blocks: list[nn.Module], left: int) -> None:
+    """`call` is made when backward comes to the block with `left` to go, itself counted (of all of them: to the last one)."""
+    def watch(_block: nn.Module, _inputs: tuple, output: object) -> None:
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: call())
+                return
+
+    blocks[min(left, len(blocks)) - 1].register_forward_hook(watch)
 
 
 def _in_fp32(_block: nn.Module, inputs: tuple) -> tuple:

@@ -164,6 +164,7 @@ class Trainer:
                     self.save(root, wait=False)
                     self.timer.pause()
             self._read_report(report, total)
+            self.model.embeddings.settle()
         finally:
             gc.unfreeze()
             self.timer.abandon_step()
@@ -219,6 +220,7 @@ class Trainer:
             self.saved_activations = tracker.alive_bytes(gathered)
         with timer.phase("sparse"):
             model.embeddings.send(self._distribution)
+            model.embeddings.before_backward(last_microbatch=last)
         # in this thread: one that waits at the interpreter's lock between two Python functions takes a fifth of a small step [Measured: H200 host]
         with timer.phase("backward"), torch.autograd.set_multithreading_enabled(False):
             loss.backward()

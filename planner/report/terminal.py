@@ -57,6 +57,7 @@ def sharding(plan: Plan) -> str:
 def plan_line(plan: Plan) -> str:
     """The choice in one line."""
     steps, ahead = f" x {plan.accumulation}" if plan.accumulation > 1 else "", ", ids ahead" if plan.input_overlap else ""
+    ahead += f", tables {plan.tables_ahead} blocks ahead" if plan.tables_ahead else ""
     return (
         f"{plan.layout.short}, local batch {plan.local_batch}{steps}, {plan.batching}, {plan.transport}, {plan.execution}{ahead}; "
         f"tables: {sharding(plan)}"

@@ -6,7 +6,8 @@ import pytest
 from costmodel.estimate import estimate
 from costmodel.lower import batch_shape, lower, model_flops
 from costmodel.plan import RegionOption, RegionPlan
-from costmodel.simulate import simulate
+from costmodel.regions import regions
+from costmodel.simulate import bound, simulate
 from costmodel.stepgraph import COMPUTE
 
 
@@ -98,6 +99,37 @@ def test_replicas_are_averaged_every_so_many_steps(make_plan, h200):
     assert four.seconds == pytest.approx(one.seconds / 4) and one.bytes == 4 * four.bytes
     gathered = make_plan(device=h200, ranks=8, layout={**layout, "fully_sharded_2d": True})
     assert count(gathered, "tables gather forward") == count(gathered, "tables gather backward") == count(gathered, "tables scatter") == 1
+
+
+def _beside(graph, name):
+    """Seconds of task `name` during which compute runs."""
+    timeline = simulate(graph)
+    spans = {i: (a, b) for i, a, b in timeline.spans}
+    of = [spans[i] for i, t in enumerate(graph.tasks) if t.name == name]
+    busy = [spans[i] for i, t in enumerate(graph.tasks) if t.stream == COMPUTE]
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in of for c, d in busy)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_replicas_beside_compute_shorten_the_step_and_move_as_much(make_plan, h200, gpu, accumulation, full):
+    layout = {"sparse_group": 4, "sparse_replicas": 2, "fully_sharded_2d": full}
+    serial = make_plan(ranks=8, layout=layout, accumulation=accumulation, **({"device": h200} if gpu else {}))
+    blocks = len([1 for r in regions(serial.model) for _ in range(r.count)])
+    moved, steps = {}, {}
+    for ahead in (0, 1, blocks, 10 * blocks):
+        graph = lower(dataclasses.replace(serial, tables_ahead=ahead), None).graph
+        moved[ahead] = sum(t.bytes for t in graph.tasks if t.name.startswith("tables "))
+        steps[ahead] = simulate(graph).step_seconds
+        assert bound(graph) <= steps[ahead] * (1 + 1e-9)
+        if ahead and full:
+            assert _beside(graph, "tables gather update") > 0
+            assert len([t for t in graph.tasks if t.name == "tables gather lookup"]) == accumulation - 1
+        if ahead:
+            assert _beside(graph, "tables scatter state" if full else "tables average state") > 0
+    assert all(size == pytest.approx(moved[0]) for size in moved.values())
+    assert max(steps[1], steps[blocks]) < steps[0] and steps[10 * blocks] == steps[blocks]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

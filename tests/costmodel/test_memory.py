@@ -86,6 +86,19 @@ def test_fully_sharded_2d_peaks_where_tables_are_whole_beside_what_they_give(mak
     assert found.peak.value >= resting + whole + embedding_bytes(plan, batch_shape(plan))
 
 
+def test_shards_gathered_early_are_there_beside_the_activations_that_backward_still_keeps(make_plan, h200):
+    layout = {"sparse_group": 4, "sparse_replicas": 2, "fully_sharded_2d": True}
+    serial = make_plan(device=h200, ranks=8, layout=layout)
+    blocks = sum(r.count for r in regions(serial.model))
+    late, one, every = (of(dataclasses.replace(serial, tables_ahead=n)) for n in (0, 1, blocks))
+    whole = of(dataclasses.replace(serial, layout=dataclasses.replace(serial.layout, fully_sharded_2d=False)))
+    tables, state = whole.categories["tables"], whole.categories["table_state"]
+    # the largest moment is early in backward: what is gathered for its last block is free
+    assert late.peak_phase == every.peak_phase == "backward" and one.peak.value == late.peak.value
+    assert every.peak.value - late.peak.value == pytest.approx(tables + state, rel=1e-6)
+    assert every.categories == late.categories | {"overhead": every.categories["overhead"]}
+
+
 def test_checkpointing_lowers_saved_activations_and_the_peak(make_plan):
     none, selective, full = (of(make_plan(checkpoint=c)) for c in ("none", "selective", "full"))
     assert full.categories["saved_activations"] < selective.categories["saved_activations"] < none.categories["saved_activations"]

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.instances import best_of_all, broad_instance, enumerate_plans, instance, odd_calibration
 from costmodel.plan import RegionOption
+from costmodel.regions import regions
 from costmodel.simulate import bound
 from planner.bounds import critical_chain
 from planner.errors import NoFeasiblePlan
@@ -83,6 +84,22 @@ def test_program_and_chain_are_below_every_plan(seed, calibrated):
     scenario = instance(seed)
     calibration = odd_calibration(scenario.cluster.device, seed) if calibrated else None
     _least_of_plans_above_bounds(Search(scenario, calibration, time_limit=None, gap=0.0))
+
+
+@pytest.mark.parametrize(("seed", "full", "calibrated"), [(5, True, True), *(pytest.param(*c, marks=pytest.mark.slow) for c in (
+    (5, True, False), (5, False, True), (5, False, False)))])
+def test_replicas_beside_compute_are_bounded_and_searched(seed, full, calibrated):
+    """Gathers for the update late, for half of backward and for all of it; averages beside the optimizer."""
+    scenario = instance(seed)
+    world = scenario.cluster.num_ranks
+    layout = {"reshard_after_forward": True, "fsdp": min(world, scenario.cluster.devices_per_host), "sparse_replicas": 2, "fully_sharded_2d": full}
+    scenario = dataclasses.replace(scenario, pins=dataclasses.replace(scenario.pins, layout=layout))
+    state = Search(scenario, odd_calibration(scenario.cluster.device, seed) if calibrated else None, time_limit=None, gap=0.0)
+    blocks = sum(r.count for r in regions(scenario.model))
+    assert set(state.space.candidates["tables_ahead"].tolist()) == ({0, -(-blocks // 2), blocks} if full else {1})
+    best = _least_of_plans_above_bounds(state)
+    state.run()
+    assert state.incumbent.seconds == pytest.approx(best, rel=2e-6) and state.incumbent.plan.tables_ahead > 0
 
 
 def _least_of_plans_above_bounds(state):

@@ -71,7 +71,8 @@ def draw(world: int, count: int = NUM_PLANS, *, seed: int = 10) -> list[Plan]:
         left.remove(layout)
         policies = tuple(RegionPlan(region=r.name, options=tuple(RegionOption(count=1, checkpoint=rng.choice(LOSSLESS))
                                                                  for _ in range(r.count))) for r in regions(spec))
-        plans.append(models.plan(layout, model_spec=spec, accumulation=1 + i % 2, input_overlap=i % 3 == 0, batching=batchings[i % len(batchings)],
+        plans.append(models.plan(layout, model_spec=spec, accumulation=1 + i % 2, input_overlap=i % 3 == 0,
+                                 tables_ahead=(99, 0, 1, 99, 1)[i % 5], batching=batchings[i % len(batchings)],
                                  regions=policies, tables=placements(rng, layout)))
     return plans
 

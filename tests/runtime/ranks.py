@@ -50,8 +50,12 @@ def layouts(world: int) -> dict[str, Plan]:
     return found
 
 
+def _trainer(plan: Plan) -> Trainer:
+    return Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
+
+
 def train(plan: Plan, steps: int = 20) -> Trainer:
-    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=CPU)
+    trainer = _trainer(plan)
     trainer.train(steps)
     return trainer
 
@@ -88,6 +92,8 @@ def check_gathers(world: int, out: Path) -> dict:
 def _leaf_loss(embeddings: ShardedEmbeddings, batch, samples: int) -> None:
     outs = embeddings.forward(batch)
     total = sum(((o * torch.linspace(0.5, 1.5, o.shape[-1])).tanh() + o.square()).sum() for o in outs.values())
+    embeddings.before_backward()
+    embeddings.gather_ahead()
     (total / samples).backward()
     embeddings.backward()
 
@@ -187,11 +193,12 @@ def check_fully_sharded(world: int, out: Path) -> dict:
     replicas = world // 2 if world > 2 else world
     group, rank = world // replicas, int(os.environ["RANK"])
     layout = Layout(fsdp=world, sparse_group=group, sparse_replicas=replicas, fully_sharded_2d=True)
-    own = _build(layout, TABLES, "row_wise")
+    own, ahead = _build(layout, TABLES, "row_wise"), _build(layout, TABLES, "row_wise", ahead=True)
     emulated = [_unsharded(TABLES) for _ in range(replicas)]
     share = len(LENGTHS) // world
     for step in range(6):
-        _leaf_loss(own, _part(rank * share, (rank + 1) * share, step, TABLES), share)
+        for tables in (own, ahead):
+            _leaf_loss(tables, _part(rank * share, (rank + 1) * share, step, TABLES), share)
         for i, replica in enumerate(emulated):
             _leaf_loss(replica, _part(i * group * share, (i + 1) * group * share, step, TABLES), group * share)
         for stored in zip(*(e.storages for e in emulated)):
@@ -199,9 +206,12 @@ def check_fully_sharded(world: int, out: Path) -> dict:
                 mean = sum(tensors[1:], tensors[0]) / replicas
                 for t in tensors:
                     t.copy_(mean)
-    resting, whole = (sum(s.weight_bytes + s.state_bytes for s in e.storages) for e in (own, emulated[0]))
-    with own.whole():
+    prefetched = sum(s.weight_bytes for s in ahead.storages)
+    ahead.settle()
+    resting, resting_ahead, whole = (sum(s.weight_bytes + s.state_bytes for s in e.storages) for e in (own, ahead, emulated[0]))
+    with own.whole(), ahead.whole():
         difference = _difference(own, emulated[0])
+        same = _bits(own) == _bits(ahead)
         gathered = sum(s.weight_bytes for s in own.storages)
     plan = models.plan(layout, sharding="row_wise")
     first = train(plan, 3)
@@ -210,7 +220,63 @@ def check_fully_sharded(world: int, out: Path) -> dict:
     second.resume(checkpoint.latest(out / "fully-sharded"))
     second.train(6)
     return {"difference": difference, "resting": resting, "whole": whole, "gathered": gathered, "replicas": replicas, "group": group,
-            "resumed": second.losses, "losses": train(plan, 6).losses}
+            "resumed": second.losses, "losses": train(plan, 6).losses, "same": same, "resting_ahead": resting_ahead, "prefetched": prefetched}
+
+
+def _bits(embeddings: ShardedEmbeddings) -> list[bytes]:
+    return [t.clone().view(torch.uint8).numpy().tobytes() for s in embeddings.storages for t in (s.weight, *s.state_tensors())]
+
+
+def check_replicas_beside_compute(world: int, out: Path) -> dict:
+    """Collectives over replicas beside compute or waited for at once: losses, tables and their state afterwards, what was under way when."""
+    group = world // 2 if world > 2 else 1
+    layout, found = Layout(fsdp=world, sparse_group=group, sparse_replicas=world // group), {}
+    narrow = tuple(dataclasses.replace(t, dtype="bf16") for t in TABLES)
+    in_16_bits = {"model_spec": models.model(tables=narrow)}
+    for name, full, changes in (("full", True, {}), ("full, two micro-batches", True, {"accumulation": 2, "checkpoint": "full"}),
+                                ("full, 16 bits", True, in_16_bits), ("plain", False, {}), ("plain, every other step", False, {"sync_every": 2}),
+                                ("plain, 16 bits", False, in_16_bits)):
+        changes = dict(changes)
+        here = dataclasses.replace(layout, fully_sharded_2d=full, sync_every=changes.pop("sync_every", 1))
+        results = {}
+        for ahead in (0, 1, 99):
+            trainer, seen = _watched(models.plan(here, tables_ahead=ahead, **changes))
+            trainer.train(5)
+            trainer.save(out / f"beside {name} {ahead}")
+            trainer.train(7)
+            with trainer.model.embeddings.whole():
+                results[ahead] = (trainer.losses, _bits(trainer.model.embeddings), list(seen))
+            resumed = _trainer(models.plan(here, tables_ahead=99 if ahead == 0 else 0, **changes))
+            resumed.resume(checkpoint.latest(out / f"beside {name} {ahead}"))
+            resumed.train(7)
+            results[ahead] = (*results[ahead], resumed.losses)
+        found[name] = {"losses": [r[0] for r in results.values()], "same": len({tuple(r[1]) for r in results.values()}) == 1,
+                       "begun": {ahead: r[2] for ahead, r in results.items()}, "resumed": [r[3] for r in results.values()]}
+    return found
+
+
+def _watched(plan: Plan) -> tuple[Trainer, list[int]]:
+    """A trainer, and at each early gather how many blocks' backward had begun in that step or before."""
+    seen, started, gather_ahead = [], [], ShardedEmbeddings.gather_ahead
+
+    def watch(_block, _inputs, output) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if output.requires_grad:
+            output.register_hook(lambda _: started.append(1))
+
+    def gathering(self) -> None:
+        seen.append(len(started))
+        gather_ahead(self)
+
+    ShardedEmbeddings.gather_ahead = gathering
+    try:
+        trainer = _trainer(plan)
+    finally:
+        ShardedEmbeddings.gather_ahead = gather_ahead
+    for blocks in trainer.model.dense.regions().values():
+        for parent, key in blocks:
+            parent.get_submodule(key).register_forward_hook(watch)
+    return trainer, seen
 
 
 def check_wires(world: int, out: Path) -> dict:
@@ -309,8 +375,8 @@ def main() -> None:
     torch.set_num_threads(1)
     mesh.start(CPU)
     found = {}
-    for check in (check_curves, check_bf16, check_gathers, check_tables, check_replicas, check_fully_sharded, check_wires, check_all_layers,
-                  check_experts, check_contention, check_resume):
+    for check in (check_curves, check_bf16, check_gathers, check_tables, check_replicas, check_fully_sharded, check_replicas_beside_compute,
+                  check_wires, check_all_layers, check_experts, check_contention, check_resume):
         try:
             found[check.__name__] = check(world, out)
         except Exception:

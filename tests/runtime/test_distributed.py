@@ -125,6 +125,27 @@ def test_fully_sharded_2d_on_four(checks_on_4):
         assert found["resumed"] == found["losses"] and len(found["losses"]) == 6
 
 
+def _beside_compute(ranks: list[dict], num_blocks: int) -> None:
+    for rank in ranks:
+        for name, found in rank["check_replicas_beside_compute"].items():
+            assert found["losses"][0] == found["losses"][1] == found["losses"][2] and found["same"], name
+            assert all(losses == found["losses"][0] for losses in found["resumed"]), name
+            micros = 14 if "two" in name else 7
+            of_step = [[num_blocks * i for i in range(micros)], [num_blocks * i + num_blocks - 1 for i in range(micros)]]
+            assert found["begun"] == {"0": [], "1": of_step[1] if "full" in name else [], "99": of_step[0] if "full" in name else []}, name
+        assert rank["check_fully_sharded"]["same"]
+        assert rank["check_fully_sharded"]["resting_ahead"] == rank["check_fully_sharded"]["resting"] < rank["check_fully_sharded"]["prefetched"]
+
+
+def test_replicas_collectives_beside_compute_change_no_bit(checks_on_2):
+    _beside_compute(checks_on_2, len([b for r in regions(models.model()) for b in range(r.count)]))
+
+
+@pytest.mark.slow
+def test_replicas_collectives_beside_compute_change_no_bit_on_four(checks_on_4):
+    _beside_compute(checks_on_4, len([b for r in regions(models.model()) for b in range(r.count)]))
+
+
 def test_every_kind_of_layer_trains_as_on_one_rank(checks_on_2):
     plan = models.plan(Layout(), model_spec=full_model())
     trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=torch.device("cpu"))

@@ -44,6 +44,8 @@ def test_the_plans_cover_what_is_called_executable():
     assert {(p.layout.ep, p.layout.expert_all_to_all) for p in plans} == {(1, False), (2, False), (2, True), (4, False), (4, True)}
     assert {p.layout.sparse_replicas > 1 for p in plans} == {p.layout.ddp > 1 for p in plans} == {True, False}
     assert {(p.input_overlap, p.layout.sparse_group > 1) for p in plans} >= {(True, True), (False, True)}
+    replicated = [p for p in plans if p.layout.sparse_replicas > 1]
+    assert {(p.layout.fully_sharded_2d, p.tables_ahead > 0) for p in replicated} >= {(True, True), (False, True), (False, False)}
     for plan in plans:
         options = {"batching": plan.batching, "transport": plan.transport, "execution": plan.execution}
         assert not predict_only_reasons(options=options, precisions={"fp32"}, shardings={t.sharding for t in plan.tables},
