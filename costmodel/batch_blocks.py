@@ -69,7 +69,9 @@ class BlockPrices:
         return self._sum(block.recomputed(self.stacked, precision, policy, self.forward(block, precision)), FORWARD)
 
     def saved(self, block: Block, precision: str, policy: str) -> np.ndarray:
-        """Bytes kept from forward to backward."""
+        """Bytes kept from forward to backward, beside graphs."""
+        if self.prices.captured(block):
+            return np.zeros(len(self.batches))
         return np.broadcast_to(block.saved_bytes(self.stacked, precision, policy), len(self.batches))
 
     def forward(self, block: Block, precision: str) -> tuple[Op, ...]:

@@ -19,6 +19,7 @@ experts, sharded over fsdp / ep ranks.
     input                  `INPUT_BATCHES` batches in the pipeline: int64 ids and offsets, fp32 dense features and labels; with `input_overlap` one
                            more, its distinct ids and every id's place among them
     buffers                rows and gradients on the wire; on a GPU also the libraries' workspaces, and what communicators take beside the allocator
+                           and of CUDA graphs inputs with their gradients; what else a graph needs is its own and only reserved
     overhead               CUDA context and the allocator's slack: from the calibration, else assumed
 
     forward end = parameters + optimizer + tables + table_state + input + buffers + all saved + unsharded
@@ -26,7 +27,7 @@ experts, sharded over fsdp / ep ranks.
     optimizer   = parameters + gradients + optimizer + tables + table_state + input
     sparse      = fully sharded 2D: what rests, the whole shard in flight, and what its lookups leave before it is released, or the gradients
                   that are there at the update
-    reserved    = allocated x (1 + allocator slack) + context + communicators;  a plan fits when reserved <= limit
+    reserved    = allocated x (1 + allocator slack) + context + communicators + graphs;  a plan fits when reserved <= limit
 
 On a GPU all that depends on a micro-batch is that of the largest one, where the workload says how many steps there are: of the most events that one
 is expected to have (`costmodel.imbalance.expected_maximum` over steps, micro-batches and ranks). What backward of a block needs beside what is saved
@@ -49,7 +50,7 @@ from costmodel.model import DTYPE_BYTES
 from costmodel.ops import dtype_bytes
 from costmodel.plan import Layout, Plan
 from costmodel.quantity import Quantity, Source
-from costmodel.regions import Region, regions
+from costmodel.regions import Region, over_samples, regions
 from costmodel.sparse import TableLoads, expected_unique, ids_per_table
 from costmodel.workload import Lengths
 
@@ -97,10 +98,12 @@ class BlockMemory:
     sharded: float
 
 
-def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoint: str, fsdp: int,
-                  calibration: Calibration | None = None) -> BlockMemory:
-    """What one block of `region` takes under (precision, checkpoint)."""
+def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoint: str, fsdp: int, calibration: Calibration | None = None,
+                  captured: bool = False) -> BlockMemory:
+    """What one block of `region` takes under (precision, checkpoint); `captured`: beside the graph that it is part of."""
     block = region.block
+    if captured:
+        return BlockMemory(region=region.name, saved=0.0, whole=0.0, workspace=0.0, unsharded=0.0, sharded=4.0 * block.sharded_elements(fsdp))
     low = dtype_bytes(activation_dtype(precision))
     saved = block.saved_bytes(batch, precision, checkpoint)
     whole = saved + block.restored_bytes(batch, precision, checkpoint)
@@ -139,7 +142,7 @@ def largest_batch(plan: Plan, batch: BatchShape) -> BatchShape:
 def block_memories(plan: Plan, batch: BatchShape, calibration: Calibration | None = None) -> list[BlockMemory]:
     """Every block of the model in forward order under the plan's options. Raises ValueError where options and blocks do not match."""
     options = {r.region: r.options for r in plan.regions}
-    known = regions(plan.model, plan.layout)
+    known, graphs = regions(plan.model, plan.layout), captured_regions(plan)
     if set(options) != {r.name for r in known}:
         raise ValueError(f"plan regions {sorted(options)} are not the model's {sorted(r.name for r in known)}")
     blocks: list[BlockMemory] = []
@@ -148,9 +151,32 @@ def block_memories(plan: Plan, batch: BatchShape, calibration: Calibration | Non
             raise ValueError(f"region {region.name}: options cover {sum(o.count for o in options[region.name])} of {region.count} blocks")
         for option in options[region.name]:
             one = option_memory(region, batch, precision=option.precision, checkpoint=option.checkpoint, fsdp=plan.layout.fsdp,
-                                calibration=calibration)
+                                calibration=calibration, captured=region.name in graphs)
             blocks += [one] * option.count
     return blocks
+
+
+def captured_regions(plan: Plan) -> frozenset[str]:
+    """Regions that are part of CUDA graphs."""
+    return over_samples(plan.model) if plan.execution == "cuda_graph" and plan.cluster.device.kind == "gpu" else frozenset()
+
+
+def graph_bytes(plan: Plan, batch: BatchShape, calibration: Calibration | None = None) -> tuple[float, float]:
+    """(inputs of the graphs with their gradients, what graphs reserve beside: all that is saved, copies of parameters, the largest workspace)."""
+    names = captured_regions(plan)
+    if not names:
+        return 0.0, 0.0
+    known, options = {r.name: r for r in regions(plan.model, plan.layout)}, {r.region: r.options[0] for r in plan.regions}
+    blocks = [option_memory(known[name], batch, precision=options[name].precision, checkpoint=options[name].checkpoint, fsdp=plan.layout.fsdp,
+                            calibration=calibration) for name in sorted(names)]
+    pool = sum(b.saved + b.unsharded for b in blocks) + max(max(0.0, b.whole - b.saved) + b.workspace + b.unsharded for b in blocks)
+    reading = [r for r in known.values() if r.name.startswith("interaction.") and r.name not in names]
+    if reading:
+        inputs = 2.0 * batch.samples * reading[-1].block.num_outputs * plan.model.feature_dim  # type: ignore[attr-defined]
+    else:
+        pooled = sum(t.count * t.dim for t in plan.model.tables if t.pooling != "sequence")
+        inputs = batch.samples * (4.0 * (pooled + plan.model.num_dense_features) + 2.0 * plan.model.dim * len(plan.model.sequences))
+    return 2.0 * inputs, pool
 
 
 def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibration | None) -> Memory:
@@ -167,7 +193,8 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
         tables, state = tables / plan.layout.sparse_replicas, state / plan.layout.sparse_replicas
     inputs = INPUT_BATCHES * input_bytes(plan, batch) + (distributed_bytes(plan, batch) if plan.input_overlap else 0.0)
     gpu = plan.cluster.device.kind == "gpu"
-    buffers = exchange_bytes(plan, loads) + (_library_bytes(calibration) if gpu else 0.0)
+    read, graphs = graph_bytes(plan, batch, calibration)
+    buffers = exchange_bytes(plan, loads) + (_library_bytes(calibration) if gpu else 0.0) + read
     resting = parameters + 2 * parameters + tables + state + inputs + buffers
     embeddings = embedding_bytes(plan, batch)
     dense, phase = _dense_peak(blocks, embeddings, plan, early)
@@ -178,13 +205,14 @@ def memory(plan: Plan, batch: BatchShape, loads: TableLoads, calibration: Calibr
     context, each = reserving(plan, calibration)
     source = _overhead_source(calibration) if gpu else "interpolated"
     width = _INTERVAL[source]
-    reserved = context + each * peak + communicator_bytes(plan)
-    overhead = reserved - peak - communicator_bytes(plan)
+    outside = communicator_bytes(plan) + graphs
+    reserved = context + each * peak + outside
+    overhead = reserved - peak - outside
     limit, host = plan.cluster.usable_memory, host_bytes(plan, loads)
     categories = {
         "parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters, "tables": tables + in_flight, "table_state": state,
         "saved_activations": sum(b.saved for b in blocks) + embeddings, "unsharded_parameters": _unsharded(blocks, plan), "input": inputs,
-        "buffers": buffers + communicator_bytes(plan), "overhead": overhead,
+        "buffers": buffers + outside, "overhead": overhead,
     }
     return Memory(categories=categories, peak=Quantity.relative(peak, width, width, source), peak_phase=peak_phase, limit=limit,
                   reserved=Quantity.relative(reserved, width, width, source), host=host,

@@ -126,6 +126,10 @@ class Pricer:
             parts=((time.curve, time.source, time.seconds, time.width),))
         return cost
 
+    def captured(self, block: Block) -> bool:
+        """Whether the block is part of CUDA graphs."""
+        return False
+
     def _forward(self, block: Block, batch: BatchShape, precision: str) -> Sequence[Op]:
         """The ops of a block's forward."""
         key = (id(block), id(batch), precision)
@@ -285,7 +289,6 @@ class GraphPricer(Pricer):
         self._eager.keep(batch)
 
     def captured(self, block: Block) -> bool:
-        """Whether the block is part of the graphs."""
         known = regions(self._model)
         if self._regions is not known:  # made anew since
             names = over_samples(self._model)

@@ -371,7 +371,7 @@ class _Bounds:
         replicas = columns["sparse_replicas"]
         full = (columns["fully_sharded_2d"] > 0) & (replicas > 1)
         tables = weights / np.where(full, replicas, 1)
-        first = self.pricing.base(0)
+        first = dataclasses.replace(self.pricing.base(0), execution="eager")  # graphs' own memory is left out: a lower bound
         batch = batch_shape(dataclasses.replace(first, batching="jagged"))
         loads = mean_loads(first, {n: s.tokens for n, s in batch.sequences.items()})
         found = memory(first, batch, loads, self.calibration)

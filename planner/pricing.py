@@ -20,7 +20,18 @@ from costmodel.comms import GroupShape, Network, layout_groups, network
 from costmodel.execution import fits_execution, refusal
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, batch_shape, lower
-from costmodel.memory import BlockMemory, Memory, communicator_bytes, keeps_unsharded, largest_batch, memory, option_memory, reserving
+from costmodel.memory import (
+    BlockMemory,
+    Memory,
+    captured_regions,
+    communicator_bytes,
+    graph_bytes,
+    keeps_unsharded,
+    largest_batch,
+    memory,
+    option_memory,
+    reserving,
+)
 from costmodel.model import DTYPE_BYTES, TableGroup
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.precision import emulated
@@ -176,7 +187,8 @@ class Pricing:
         batch = batch_shape(plan, factors)
         durations = self.durations(plan)
         largest = largest_batch(plan, batch)
-        memories = {r.name: self.memories(r, largest, plan.layout.fsdp) for r in regions(scenario.model, plan.layout)}
+        graphs = captured_regions(plan)
+        memories = {r.name: self.memories(r, largest, plan.layout.fsdp, captured=r.name in graphs) for r in regions(scenario.model, plan.layout)}
         rows, kept = [], {}
         key = self.duration_key(plan)
         for r in regions(scenario.model):
@@ -235,13 +247,14 @@ class Pricing:
         dense = (layout.ddp, layout.fsdp, layout.ep, layout.expert_all_to_all, layout.reshard_after_forward)
         return (*dense, plan.local_batch, plan.batching, plan.transport, plan.execution)
 
-    def memories(self, region: Region, batch: BatchShape, fsdp: int) -> dict[RegionChoice, BlockMemory]:
+    def memories(self, region: Region, batch: BatchShape, fsdp: int, *, captured: bool = False) -> dict[RegionChoice, BlockMemory]:
         """Memory of one block by choice; number formats with one dtype of activations take the same."""
         found: dict[tuple[str, str], BlockMemory] = {}
         for c in self.space.regions[region.name]:
             key = (activation_dtype(c.precision), c.checkpoint)
             if key not in found:
-                found[key] = option_memory(region, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=fsdp, calibration=self.calibration)
+                found[key] = option_memory(region, batch, precision=c.precision, checkpoint=c.checkpoint, fsdp=fsdp, calibration=self.calibration,
+                                           captured=captured)
         return {c: found[activation_dtype(c.precision), c.checkpoint] for c in self.space.regions[region.name]}
 
     def durations(self, plan: Plan) -> dict[str, dict[RegionChoice, dict[Key, float]]]:
@@ -356,7 +369,8 @@ class Pricing:
         context, slope = reserving(plan, self.calibration)
         usable = (found.limit - context) / slope
         categories, layout = found.categories, plan.layout
-        outside = communicator_bytes(plan)  # beside the allocator, whose slack it has not
+        graphs = graph_bytes(plan, largest_batch(plan, lowered.batch), self.calibration)[1]
+        outside = communicator_bytes(plan) + graphs  # beside the allocator, whose slack it has not
         resting = categories["parameters"] + categories["optimizer"] + categories["input"] + categories["buffers"] - outside + outside / slope
         buffer = 4.0 * float(lowered.loads.served.max(initial=0.0)) if layout.sparse_group > 1 else 0.0
         full = layout.fully_sharded_2d and layout.sparse_replicas > 1

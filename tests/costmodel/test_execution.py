@@ -7,8 +7,10 @@ from small_plans import H200, build_model, build_plan
 
 from costmodel.calibration import Calibration, fit
 from costmodel.compute import COMPILED_LAUNCH_SHARE, GRAPH_LAUNCH_SECONDS
+from costmodel.estimate import estimate
 from costmodel.execution import fits_execution, refusal, unpriced
 from costmodel.lower import lower
+from costmodel.memory import ALLOCATOR_OVERHEAD, block_memories, graph_bytes
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD
 from costmodel.plan import Layout, Plan
@@ -114,3 +116,14 @@ def test_recomputation_and_batches_are_kept_apart(execution):
     one = [host(plan_of(e), known) for e in ("eager", execution, "eager", execution)]
     assert one[0] == one[2] and one[1] == one[3] and one[0] != one[1]
     assert np.isfinite(list(one[1].values())).all()
+
+
+def test_memory_of_graphs_is_reserved_beside_the_allocator():
+    eager, graph = plan_of("eager", local_batch=512), plan_of("cuda_graph", local_batch=512)
+    before, after = (estimate(p, None).memory for p in (eager, graph))
+    read, pool = graph_bytes(graph, lower(graph, None).batch)
+    saved = sum(b.saved for b in block_memories(eager, lower(eager, None).batch) if b.region in over_samples(eager.model))
+    assert pool > saved > 0 and read > 0 and graph_bytes(eager, lower(eager, None).batch) == (0.0, 0.0)
+    assert after.categories["buffers"] - before.categories["buffers"] == pytest.approx(read + pool)
+    assert before.categories["saved_activations"] - after.categories["saved_activations"] == pytest.approx(saved)
+    assert after.reserved.value > before.reserved.value - (1 + ALLOCATOR_OVERHEAD) * saved
