@@ -7,10 +7,9 @@
 """
 from __future__ import annotations
 
-from costmodel.blocks import Block
 from costmodel.blocks.base import QUANTIZED
 from costmodel.calibration import Calibration
-from costmodel.hosttime import PASSES, HostTimes, layer_name
+from costmodel.hosttime import PASSES, HostTimes
 from costmodel.model import Model
 from costmodel.plan import Plan
 from costmodel.precision import LOW_PRECISIONS
@@ -57,10 +56,12 @@ def unpriced(model: Model, execution: str, calibration: Calibration | None) -> s
     host = HostTimes(calibration.constants if calibration is not None and calibration.device.kind == "gpu" else {})
     if execution == "cuda_graph":
         return None if all(host.get(f"{phase}:graph") is not None for phase in PASSES) else "no calibration has timed the launch of a step's graphs"
-    missing = sorted({r.kind for r in regions(model) if not compiled(host, r.block)})
+    missing = sorted({r.kind for r in regions(model) if any(compiled_share(calibration, r.kind, phase) is None for phase in PASSES)})
     return f"no calibration has timed compiled blocks of kind {', '.join(missing)}" if missing else None
 
 
-def compiled(host: HostTimes, block: Block) -> bool:
-    """Whether compiled blocks of the kind were timed."""
-    return all(host.get(f"{phase}:{layer_name(block, 'bf16', execution='compile')}") is not None for phase in PASSES)
+def compiled_share(calibration: Calibration | None, kind: str, phase: str) -> tuple[float, float] | None:
+    """(device time, main-thread time) of a compiled block over those of an eager one, in bf16; None where nobody has timed it."""
+    constants = calibration.constants if calibration is not None else {}
+    device, host = (constants.get(f"{name}/{phase}:{kind}") for name in ("compiled", "compiled_host"))
+    return None if device is None or host is None else (device, host)

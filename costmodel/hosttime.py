@@ -6,7 +6,6 @@ What the interpreter spends on a block hardly depends on how much the block comp
     forward:<kind>@<dtype>[:policy][+mlp]   one layer; backward with what runs again
     backward:<kind>@<dtype>[:policy][+mlp]
     forward:region@<dtype>, backward:...    one of the other regions (inputs, summaries, MLPs, heads)
-    ...~compile                             the same, compiled
     forward:graph, backward:graph           what is captured of a micro-batch (`costmodel.execution`) and all that is beside its other regions
     forward:loss, backward:loss             a micro-batch beside its regions
     forward:product, backward:product       a matrix product whose number of rows differs from step to step, as where histories differ in length:
@@ -44,13 +43,12 @@ def products(block: Block, batch: BatchShape, precision: str, phase: str, policy
     return each if phase == FORWARD else (3 if policy == "full" else 2) * each
 
 
-def layer_name(block: Block, dtype: str, policy: str = "none", execution: str = "eager") -> str:
-    """`<kind>@<dtype>[:policy][+mlp]`, or `region@<dtype>` of a region that shares one figure; `~compile` behind it where it is compiled."""
-    compiled = "~compile" if execution == "compile" else ""
+def layer_name(block: Block, dtype: str, policy: str = "none") -> str:
+    """`<kind>@<dtype>[:policy][+mlp]`, or `region@<dtype>` of a region that shares one figure."""
     if block.kind in PLAIN:
-        return f"region@{dtype}{compiled}"
+        return f"region@{dtype}"
     group = getattr(block, "group", None)
-    return block_key(block.kind, dtype, policy) + ("+mlp" if getattr(group, "mlp_dim", 0) else "") + compiled
+    return block_key(block.kind, dtype, policy) + ("+mlp" if getattr(group, "mlp_dim", 0) else "")
 
 
 class HostTimes:
@@ -62,19 +60,14 @@ class HostTimes:
     def __bool__(self) -> bool:
         return bool(self._figures)
 
-    @property
-    def compiles(self) -> bool:
-        """Whether any kind of block was timed compiled."""
-        return any(name.endswith("~compile") for name in self._figures)
-
     def get(self, name: str) -> float | None:
         """Seconds, None where it was not measured."""
         return self._figures.get(name)
 
-    def block(self, block: Block, batch: BatchShape, dtype: str, phase: str, policy: str = "none", execution: str = "eager") -> float | None:
+    def block(self, block: Block, batch: BatchShape, dtype: str, phase: str, policy: str = "none") -> float | None:
         """Of one block in one direction; None where its kind was not measured. A dtype that was not is taken for bf16."""
         for precision in dict.fromkeys((dtype, "bf16")):
-            found = self.get(f"{phase}:{layer_name(block, precision, policy, execution)}")
+            found = self.get(f"{phase}:{layer_name(block, precision, policy)}")
             if found is not None:
                 each = self.get(f"{phase}:product")
                 return found + each * products(block, batch, precision, phase, policy) if each else found

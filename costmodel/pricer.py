@@ -1,8 +1,8 @@
 """Times of ops and blocks on a plan's device: what the tasks of `costmodel.lower` take.
 
 A block's time is the sum of its ops' times under the calibration's correction of that block kind; a missing curve falls to the roofline and says so.
-Blocks that are not launched eagerly (`costmodel.execution`) are priced as those that are, less what was seen to be saved: compiled ones have a host
-time of their own and a share of the device's (`compiled/<phase>:<kind>@<dtype>`), captured ones are launched with the loss.
+Blocks that are not launched eagerly (`costmodel.execution`) are priced as those that are: compiled ones at the shares of the device's and of the
+host's time that were measured for their kind (`compiled/<phase>:<kind>`, `compiled_host/...`), captured ones are launched with the loss.
 """
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from costmodel.blocks import BatchShape, Block
 from costmodel.blocks.base import MATRIX_OPS, QUANTIZED
 from costmodel.blocks.measured import block_features
 from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTime
+from costmodel.execution import compiled_share
 from costmodel.gpu import block_key, timed_ops
 from costmodel.hosttime import HostTimes
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, op
@@ -246,8 +247,6 @@ class CompiledPricer(Pricer):
     def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
         super().__init__(plan, calibration)
         self._eager = pricer(dataclasses.replace(plan, execution="eager"), calibration)
-        # of launches, where no compiled block was timed; else kinds that were not are taken for eager ones
-        self._share = 1.0 if self.host.compiles else compute.COMPILED_LAUNCH_SHARE
 
     def keep(self, batch: BatchShape) -> None:
         super().keep(batch)
@@ -257,21 +256,14 @@ class CompiledPricer(Pricer):
         key = (id(block), id(batch), precision, phase)
         if key not in self._blocks:
             cost = self._eager.block(block, batch, precision, phase)
-            seen = self.host.block(block, batch, precision, phase, execution="compile")
-            constants = self.calibration.constants if self.calibration is not None else {}
-            ratio = constants.get(f"compiled/{phase}:{block_key(block.kind, precision)}", 1.0)
+            device, host = compiled_share(self.calibration, block.kind, phase) or (1.0, compute.COMPILED_LAUNCH_SHARE)
             self._blocks[key] = dataclasses.replace(
-                cost, seconds=cost.seconds * ratio, compute_bound=cost.compute_bound * ratio,
-                host_seconds=self._share * cost.host_seconds if seen is None else seen,
-                parts=tuple((curve, source, seconds * ratio, width) for curve, source, seconds, width in cost.parts))
+                cost, seconds=cost.seconds * device, compute_bound=cost.compute_bound * device, host_seconds=cost.host_seconds * host,
+                parts=tuple((curve, source, seconds * device, width) for curve, source, seconds, width in cost.parts))
         return self._blocks[key]
 
     def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
-        cost = self._eager.recompute(block, batch, precision, policy)
-        return dataclasses.replace(cost, host_seconds=self._share * cost.host_seconds)
-
-    def early(self, block: Block, batch: BatchShape, precision: str, policy: str) -> float:
-        return self._share * super().early(block, batch, precision, policy)
+        return self._eager.recompute(block, batch, precision, policy)
 
 
 class GraphPricer(Pricer):

@@ -21,6 +21,7 @@ BLOCK_PREFIX = "block:"
 # (costmodel.hosttime);
 # in_step (variant = phase): seconds of forward or backward within a step over those of its blocks timed alone, at the share of the peak FLOP/s
 # `utilisation`; its logarithm grows by `slope` with that share;
+# compiled, compiled_host (variant = phase:kind): device and main-thread seconds of a compiled block over those of an eager one;
 # library_bytes: workspaces that libraries allocate and keep; workspace (variant = kind@dtype[:policy]): bytes that backward of a block has beside
 # what its forward saved, over the formula's (costmodel.memory.backward_bytes).
 # link_bandwidth [bytes/s]: of the host tier that the collectives ran on; collective_share (variant = transport/kind): compute seconds lost beside
@@ -31,7 +32,7 @@ BLOCK_PREFIX = "block:"
 CONSTANT_PREFIX = "constant:"
 CONSTANTS = ("launch_seconds", "graph_launch_seconds", "context_bytes", "allocator_overhead", "memory_bandwidth", "peak_flops", "step_overhead",
              "link_bandwidth", "collective_share", "uneven_weight", "host_copy_bandwidth", "host", "in_step", "library_bytes",
-             "processor_share", "peer_wait", "workspace")
+             "processor_share", "peer_wait", "workspace", "compiled", "compiled_host")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

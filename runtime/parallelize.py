@@ -132,11 +132,16 @@ def _transform(block: nn.Module, option: RegionOption, *, compiled: bool, cast: 
     if option.checkpoint not in QUANTIZED_POLICIES:
         apply_checkpointing(block, option.checkpoint, compiled=compiled)
     if compiled:
-        # one code object serves every kind of block that inherits it, every precision and every width: one entry each
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
-        block.forward = torch.compile(block.forward, dynamic=True, backend=COMPILER)
+        compile_block(block)
         if cast:
             compute_in(block, PARAM_DTYPES[option.precision])
+
+
+def compile_block(block: nn.Module) -> None:
+    """In place, for any number of tokens."""
+    # one code object serves every kind of block that inherits it, every precision and every width: one entry each
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
+    block.forward = torch.compile(block.forward, dynamic=True, backend=COMPILER)
 
 
 def expert_pools(module: nn.Module) -> list[ExpertPool]:

@@ -10,7 +10,7 @@ import torch
 from costmodel.calibration import fit
 from costmodel.plan import Layout, Plan, TablePlacement
 from costmodel.samples import Environment, Sample
-from runtime.microbench import gpu, hosted, trained, warm
+from runtime.microbench import compiled, gpu, hosted, trained, warm
 from runtime.microbench.environment import environment
 
 # Of the budget: what may be waited for compilers, what products and the like have at least, then attention, then blocks until short runs of the
@@ -18,6 +18,8 @@ from runtime.microbench.environment import environment
 COMPILE_SHARE, PLAIN_SHARE, ATTENTION_SHARE, HOST_SHARE, WHOLE_SHARE = 0.3, 0.18, 0.15, 0.24, 0.15
 # How many of those, under which policies four at a time, and how long before the end none begins [s].
 WHOLE_RUNS, POLICIES, LAST = 12, ("full", "none"), 2.0
+# What compiled blocks get of a budget of so many seconds or more: the compiler needs 4 to 14 s a kind (H200's host, 2026-12-01).
+COMPILED_SHARE, COMPILED_ABOVE = 0.25, 240.0
 # Seconds an attention op.
 ATTENTION_SECONDS = 0.008
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
@@ -54,7 +56,8 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
             own.add(gpu.attempted(gpu.timed_op(wanted[0], device, PLAIN_SECONDS, host=False), str(wanted.pop(0).op), report))
         said = ahead.wait(begin + COMPILE_SHARE * budget - time.perf_counter())
         report(f"kernels compiled ahead: {time.perf_counter() - begin:.0f} s, {len(own.samples)} samples meanwhile; {said}")
-    whole = end - WHOLE_SHARE * budget
+    compiling = COMPILED_SHARE * budget if on_gpu and budget >= COMPILED_ABOVE else 0.0
+    whole = end - WHOLE_SHARE * budget - compiling
     if on_gpu:
         attention = begin + (COMPILE_SHARE + ATTENTION_SHARE) * budget
         for number, request in enumerate(wanted := gpu.attention_ops(plans)):
@@ -72,7 +75,9 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
         known = fit(dataclasses.replace(own.environment, device_name=datasheet.name), own.samples, device=datasheet)
         # of those whose blocks were timed, so that a run shows what steps add; under the policy that keeps little the allocator's slack weighs most
         timed = [trained.under(plan, POLICIES[i // 4 % 2]) for i, plan in enumerate(p for p in plans if gpu.layer_precision(p) == "bf16")]
-        own.add(gpu.attempted(trained.whole_samples(known, timed[:WHOLE_RUNS], device, until=end - LAST, report=report), "whole", report))
+        own.add(gpu.attempted(trained.whole_samples(known, timed[:WHOLE_RUNS], device, until=end - compiling - LAST, report=report), "whole", report))
+    if compiling:
+        own.add(gpu.attempted(compiled.compiled_samples(plans, device, until=end - LAST, report=report), "compiled", report))
     for request in gpu.op_requests(plans[:OPS_PLANS], points=OP_POINTS, but=PLAIN_KINDS if on_gpu else frozenset()):
         if time.perf_counter() > end:
             break

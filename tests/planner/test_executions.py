@@ -19,15 +19,21 @@ from planner.space import EXECUTIONS, build_space
 EAGER = {"forward:self_attention@bf16+mlp": 1e-3, "backward:self_attention@bf16+mlp": 2e-3, "forward:region@bf16": 1e-3, "backward:region@bf16": 1e-3,
          "forward:loss": 3e-4, "backward:loss": 4e-4, "lookup": 5e-4, "update": 6e-4, "optimizer": 1e-3, "tensor": 1e-6, "input": 1e-3, "other": 1e-4}
 GRAPH = {"forward:graph": 1e-4, "backward:graph": 1e-4}
-COMPILE = {f"{name}~compile": value / 3 for name, value in EAGER.items() if "@" in name}
+KINDS = ("self_attention", "sequence_input", "summary", "mlp", "heads")
 
 
-def calibration(*figures: dict[str, float]):
+def compiled(host: float) -> dict[str, float]:
+    return {f"{name}/{phase}:{kind}": share for phase in ("forward", "backward") for kind in KINDS
+            for name, share in (("compiled", 1.0), ("compiled_host", host))}
+
+
+def calibration(*figures: dict[str, float], **constants: float):
     h200 = load_scenario("gem-1xh200", with_variants=False).cluster.device
     samples = [Sample(op=f"{CONSTANT_PREFIX}host", variant=name, phase="step", features={}, seconds=value)
                for some in figures for name, value in some.items()]
     samples.append(Sample(op="elementwise", variant="add", phase=FORWARD, features={"m": 1e3, "n": 1e3}, seconds=1e-5))
-    return fit(Environment(device_name=h200.name, device_kind="cuda"), samples, device=h200)
+    made = fit(Environment(device_name=h200.name, device_kind="cuda"), samples, device=h200)
+    return dataclasses.replace(made, constants={**made.constants, **constants})
 
 
 def tiny(name: str = "gem-1xh200", **pins) -> ResolvedScenario:
@@ -44,11 +50,11 @@ def found(scenario: ResolvedScenario, known) -> tuple[Search, Plan]:
     return state, state.incumbent.plan
 
 
-@pytest.mark.parametrize(("figures", "expected"), [
-    ((EAGER,), "eager"), ((EAGER, GRAPH), "cuda_graph"), ((EAGER, COMPILE), "compile"),
-    ((EAGER, {name: 4 * value for name, value in COMPILE.items()}, {name: 50 * value for name, value in GRAPH.items()}), "eager")])
-def test_the_fastest_that_was_timed_is_chosen(figures, expected):
-    state, plan = found(tiny(), calibration(*figures))
+@pytest.mark.parametrize(("known", "expected"), [
+    (calibration(EAGER), "eager"), (calibration(EAGER, GRAPH), "cuda_graph"), (calibration(EAGER, **compiled(0.3)), "compile"),
+    (calibration(EAGER, {name: 50 * value for name, value in GRAPH.items()}, **compiled(1.1)), "eager")])
+def test_the_fastest_that_was_timed_is_chosen(known, expected):
+    state, plan = found(tiny(), known)
     assert plan.execution == expected and plan.predict_only == () and refusal(plan) is None
     names = over_samples(plan.model)
     assert plan.execution != "cuda_graph" or (plan.accumulation == 1 and all(
@@ -66,10 +72,10 @@ def test_out_with_a_reason():
 
     assumed = reasons(tiny(), calibration(EAGER))
     assert set(assumed) == {"compile", "cuda_graph"} and all(kind == "predict_only" and "pin execution" in why for kind, why in assumed.values())
-    assert reasons(tiny(), calibration(EAGER, COMPILE, GRAPH)) == {}
-    several = reasons(tiny("gem-8xh200"), calibration(EAGER, COMPILE, GRAPH))
+    assert reasons(tiny(), calibration(EAGER, GRAPH, **compiled(0.5))) == {}
+    several = reasons(tiny("gem-8xh200"), calibration(EAGER, GRAPH, **compiled(0.5)))
     assert set(several) == {"cuda_graph"} and "one rank" in several["cuda_graph"][1]
-    kept = reasons(tiny(checkpoint={"heads": "full"}), calibration(EAGER, COMPILE, GRAPH))
+    kept = reasons(tiny(checkpoint={"heads": "full"}), calibration(EAGER, GRAPH, **compiled(0.5)))
     assert set(kept) == {"compile", "cuda_graph"} and all("heads" in why for _, why in kept.values())
 
 

@@ -82,7 +82,7 @@ def test_stretched_lengths():
 def test_transports_and_executions_are_moves_of_their_own(found):
     moves = {s.what: s.seconds for s in found.sensitivities}
     launches = [moves[name] for name in ("launches of the host: compile for eager", "launches of the host: cuda_graph for eager")]
-    assert max(launches) <= found.seconds * (1 + 1e-9) and launches[0] < found.seconds
+    assert launches[1] < found.seconds < launches[0]  # graphs save launches; compiled blocks were measured to cost the host more
 
 
 def test_the_certificate_is_of_the_plan_that_is_shown(found):

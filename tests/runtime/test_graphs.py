@@ -7,8 +7,10 @@ import torch
 from interaction_models import MOE, WUKONG, full_model
 
 from costmodel.execution import refusal
+from costmodel.model import LayerGroup
 from costmodel.plan import Layout, Plan
 from costmodel.regions import over_samples
+from runtime import checkpoint
 from runtime.data import open_source
 from runtime.graphs import OverSamples, sample_inputs
 from runtime.trainer import Trainer
@@ -106,3 +108,27 @@ def test_refused_regions():
     assert "interaction computes in fp8_row" in refusal(under("interaction", precision="fp8_row"))
     assert "quantises" in refusal(dataclasses.replace(under("history.0", checkpoint="quantized"), execution="compile"))
     assert refusal(dataclasses.replace(under("history.0", checkpoint="quantized"), execution="eager")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_replays_train_as_eager_blocks_do(precision, tmp_path):
+    """Bit for bit, resumed from a checkpoint too, whose parameters are read into where the graph reads them."""
+    spec = models.model(layers=(LayerGroup(kind="self_attention", heads=1, head_dim=64, mlp_dim=64),), dim=64, interaction_layers=(WUKONG, WUKONG),
+                        feature_dim=8, expert_layers=(MOE,))
+    plan, device = plan_of(spec, precision=precision), torch.device("cuda", 0)
+    curves = {}
+    for execution in ("eager", "cuda_graph"):
+        own = dataclasses.replace(plan, execution=execution)
+        first = Trainer(own, open_source(own.model, own.workload, seed=own.seed), device=device)
+        first.train(4)
+        first.save(tmp_path / execution)
+        again = Trainer(own, open_source(own.model, own.workload, seed=own.seed + 1), device=device)
+        again.resume(checkpoint.latest(tmp_path / execution))
+        again.train(8)
+        first.train(8)
+        curves[execution] = first.losses, again.losses
+        if execution == "cuda_graph":
+            assert first.model.dense.over_samples.replays == 8
+    assert curves["cuda_graph"] == curves["eager"]
