@@ -1,8 +1,10 @@
 """What the main thread spends on each part of a step (`costmodel.hosttime`), from short runs of the trainer itself.
 
-Batches are so small that nothing waits for the device. The runs differ in how many layers there are, of which kind, under which policy and precision,
-in micro-batches, in regions and in parameter tensors; what each of these takes is the least-squares solution of the main thread's time by phase. So
-everything counts that the interpreter does in a step, and no launch has to be timed out of its place.
+Few runs have it all: one model with every kind of layer of the plans, some of each under every checkpoint policy, on batches so small that nothing
+waits for the device. Marks on the tensors between blocks cut each step's main-thread time into blocks: forward from the output of one block to that
+of the next, backward from the gradient of one block's output to that of the one before. So everything counts that the interpreter does in a step, no
+launch is timed out of its place, and whatever else runs on the host meanwhile slows all kinds alike. Such runs differ in precision, in whether
+histories differ in length, in micro-batches, in parameter tensors, and in whether what computes on samples alone is a CUDA graph.
 """
 from __future__ import annotations
 
@@ -14,93 +16,206 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from costmodel.hosttime import PASSES, layer_name, products
 from costmodel.lower import batch_shape
-from costmodel.ops import BACKWARD
+from costmodel.model import LayerGroup
+from costmodel.ops import BACKWARD, FORWARD
 from costmodel.plan import Plan, RegionOption, RegionPlan
-from costmodel.regions import regions
+from costmodel.regions import over_samples, regions
 from costmodel.samples import Sample
 from costmodel.workload import Lengths
+from runtime.data import open_source
 from runtime.microbench.gpu import POLICIES, Report, constant, layer_precision
-from runtime.microbench.trained import layer_policy, short_run
-from runtime.trainer import WARMUP_STEPS
+from runtime.microbench.trained import empty
+from runtime.phases import PhaseTimer
+from runtime.trainer import WARMUP_STEPS, Trainer
 
-# Steps that are timed; histories, events of a history and rows of a table; layers of the runs that tell a layer from the rest.
-STEPS, SAMPLES, LENGTH, ROWS, FEW, MANY, SOME = 10, 4, 264, 1000, 1, 4, 3
+# Steps that are timed; histories, events of a history and rows of a table; layers of a kind and policy.
+STEPS, SAMPLES, LENGTH, ROWS, EACH = 16, 4, 264, 1000, 2
 # Of the runs' rests that is taken: in some the report waits for the device.
 REST_QUANTILE = 0.25
+# A feed-forward part over the model's width, where layers have one.
+FACTOR = 2
+# (what, moment): `start:<phase>`, `end:<phase>`, or `<pass>:<number of a block in forward order>`.
+Mark = tuple[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A block of a run: its name (`costmodel.hosttime.layer_name`), products with ever other rows by direction, parameter tensors, whether it is
+    captured."""
+
+    name: str
+    products: Mapping[str, int]
+    tensors: int
+    captured: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """A run: how often each part occurs in forward and backward of a micro-batch, products with ever other rows by direction, and median main-thread
-    seconds by phase."""
+    """A run: its blocks in forward order, median main-thread seconds of each by (direction, micro-batch), of what is beside blocks likewise, and by
+    phase of a step; micro-batches, table groups, parameter tensors."""
 
-    parts: Mapping[str, int]
-    products: Mapping[str, int]
+    parts: tuple[Part, ...]
+    blocks: Mapping[tuple[str, int], Sequence[float]]
+    beside: Mapping[tuple[str, int], float]
+    phases: Mapping[str, float]
     micro: int
     groups: int
     tensors: int
-    phases: Mapping[str, float]
+
+
+class Marks(PhaseTimer):
+    """A PhaseTimer that keeps the moments of a step at which blocks begin and end on the main thread, one list a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.steps: list[list[Mark]] = []
+
+    def start_step(self) -> None:
+        super().start_step()
+        self.steps.append([])
+
+    def enter(self, name: str) -> None:
+        super().enter(name)
+        self.mark(f"start:{name}")
+
+    def leave(self, name: str) -> None:
+        self.mark(f"end:{name}")
+        super().leave(name)
+
+    def mark(self, what: str) -> None:
+        if self.steps:
+            self.steps[-1].append((what, time.perf_counter()))
+
+    def watch(self, blocks: Sequence[nn.Module]) -> None:
+        """Marks the end of each block's forward and the beginning of its backward."""
+        for number, block in enumerate(blocks):
+            block.register_forward_hook(self._hook(f"{FORWARD}:{number}", f"{BACKWARD}:{number}"))
+
+    def _hook(self, forward: str, backward: str):
+        def arrived(_gradient: torch.Tensor) -> None:
+            self.mark(backward)
+
+        def ended(_module: nn.Module, _inputs: object, output: object) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if first.requires_grad:
+                first.register_hook(arrived)
+            self.mark(forward)
+
+        return ended
 
 
 def host_samples(plans: Sequence[Plan], device: torch.device, *, until: float, report: Report = lambda _: None) -> Iterator[Sample]:
-    """Constants `host` from runs of the designs until the clock says `until`."""
+    """Constants `host` from runs of the designs, in turns until the clock says `until`; each at least once, whatever it says."""
     runs: list[Spent] = []
     wanted = designs(plans)
-    for number, plan in enumerate(wanted):
-        if time.perf_counter() > until:
-            report(f"out of time for the host before run {number + 1}/{len(wanted)}")
+    for number, plan in enumerate([*wanted, *wanted]):
+        if time.perf_counter() > until and number >= len(wanted):
+            report(f"out of time for the host before run {number + 1}")
             break
         try:
             runs.append(spent(plan, device))
-        except RuntimeError as error:
-            report(f"host: {plan.model.name}: {str(error).splitlines()[0][:200]}")
+        except (RuntimeError, ValueError) as error:
+            report(f"host: {plan.model.name}: {(str(error).splitlines() or [''])[0][:200]}")
     for name, value in solved(runs, report).items():
         yield constant("host", value, name)
 
 
 def spent(plan: Plan, device: torch.device) -> Spent:
     """Runs a plan for a few steps."""
-    trainer = short_run(plan, device, WARMUP_STEPS + STEPS)
-    steps = trainer.timer.host[WARMUP_STEPS:]
-    phases = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-    return Spent(parts=parts(plan), products={phase: varied_products(plan, phase) for phase in PASSES}, micro=plan.accumulation,
-                 groups=len(plan.model.tables), phases=phases, tensors=sum(1 for _ in trainer.model.dense.parameters()))
+    empty(device)
+    timer = Marks(device)
+    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device, timer=timer)
+    parts = blocks(plan)
+    found = trainer.model.dense.regions()
+    timer.watch([parent.get_submodule(name) for region in regions(plan.model) for parent, name in found[region.name]])
+    trainer.train(WARMUP_STEPS + STEPS)
+    timer.finished(wait=True)
+    host = timer.host[WARMUP_STEPS:]
+    cut = [steps_by_block(marks, len(parts)) for marks in timer.steps[WARMUP_STEPS:]]
+    return Spent(
+        parts=parts, micro=plan.accumulation, groups=len(plan.model.tables), tensors=sum(1 for _ in trainer.model.dense.parameters()),
+        phases={name: statistics.median(step[name] for step in host) for name in host[0]},
+        blocks={key: np.median([own[key] for own, _ in cut], axis=0).tolist() for key in cut[0][0]},
+        beside={key: statistics.median(rest[key] for _, rest in cut) for key in cut[0][1]})
 
 
-def parts(plan: Plan) -> dict[str, int]:
-    """How many of each part (`costmodel.hosttime.layer_name`) a micro-batch passes."""
-    found: dict[str, int] = defaultdict(int)
-    options = {r.region: r.options for r in plan.regions}
+def steps_by_block(marks: Sequence[Mark], count: int) -> tuple[dict[tuple[str, int], np.ndarray], dict[tuple[str, int], float]]:
+    """Of one step: seconds of every block by (direction, micro-batch), and what is left of forward and backward beside them. A block that is not
+    marked (a captured one runs with the others of its graph) has none."""
+    own: dict[tuple[str, int], np.ndarray] = {}
+    beside: dict[tuple[str, int], float] = {}
+    micro = {phase: -1 for phase in PASSES}
+    key, last, open_block = None, 0.0, -1
+    for what, now in marks:
+        name, _, phase = what.partition(":")
+        if name == "start" and phase in PASSES:
+            micro[phase] += 1
+            key, last, open_block = (phase, micro[phase]), now, -1
+            own[key], beside[key] = np.zeros(count), 0.0
+        elif name == "end" and key is not None and phase == key[0]:
+            if phase == BACKWARD and open_block >= 0:
+                own[key][open_block] += now - last
+            else:
+                beside[key] += now - last
+            key = None
+        elif key is not None and name == key[0]:
+            number = int(phase)
+            if name == FORWARD:  # since the last block's end: this one
+                own[key][number] += now - last
+            elif open_block >= 0:  # since its output's gradient came: that one
+                own[key][open_block] += now - last
+            else:
+                beside[key] += now - last
+            last, open_block = now, number
+    return own, beside
+
+
+def blocks(plan: Plan) -> tuple[Part, ...]:
+    """The plan's blocks in forward order."""
+    options, batch = {r.region: r.options for r in plan.regions}, batch_shape(plan)
+    captured = over_samples(plan.model) if plan.execution == "cuda_graph" else frozenset()
+    found = []
     for region in regions(plan.model):
         for option in options[region.name]:
-            found[layer_name(region.block, option.precision, option.checkpoint)] += option.count
-    return dict(found)
-
-
-def varied_products(plan: Plan, phase: str) -> int:
-    """Products of a micro-batch in one direction whose rows differ from step to step."""
-    options, batch = {r.region: r.options for r in plan.regions}, batch_shape(plan)
-    return sum(option.count * products(region.block, batch, option.precision, phase, option.checkpoint)
-               for region in regions(plan.model) for option in options[region.name])
+            new = {phase: products(region.block, batch, option.precision, phase, option.checkpoint) for phase in PASSES}
+            part = Part(name=layer_name(region.block, option.precision, option.checkpoint), products=new, tensors=region.block.num_tensors,
+                        captured=region.name in captured)
+            found += [part] * option.count
+    return tuple(found)
 
 
 def solved(runs: Sequence[Spent], report: Report = lambda _: None) -> dict[str, float]:
-    """Seconds of every part: the non-negative ones with the least relative error."""
+    """Seconds of every part: medians over blocks and runs; of what only the difference of two runs shows, least squares."""
     if not runs:
         return {}
-    found = {}
+    figures: dict[str, list[float]] = defaultdict(list)
+    even = [run for run in runs if not any(any(p.products.values()) for p in run.parts)]
+    for run in even:
+        graph = any(p.captured for p in run.parts)
+        for phase in PASSES:
+            for part, seconds in zip(run.parts, run.blocks[phase, 0]):
+                if not part.captured:
+                    figures[f"{phase}:{part.name}"].append(seconds)
+            captured = sum(s for part, s in zip(run.parts, run.blocks[phase, 0]) if part.captured)
+            figures[f"{phase}:{'graph' if graph else 'loss'}"].append(run.beside[phase, 0] + captured)
+        for later in range(1, run.micro):
+            added = [(b - a) / part.tensors for part, a, b in zip(run.parts, run.blocks[BACKWARD, 0], run.blocks[BACKWARD, later]) if part.tensors]
+            figures["accumulate"].append(max(0.0, statistics.median(added)))
+    found = {name: statistics.median(values) for name, values in figures.items()}
     for phase in PASSES:
-        rows = [({f"{phase}:{name}": r.micro * count for name, count in r.parts.items()}
-                 | {f"{phase}:loss": r.micro, f"{phase}:product": r.micro * r.products[phase]}
-                 | ({"accumulate": (r.micro - 1) * r.tensors} if phase == BACKWARD else {}), r.phases[phase]) for r in runs]
-        found |= _least(rows, phase, report)
+        more = [(seconds - found[f"{phase}:{part.name}"]) / part.products[phase] for run in runs for part, seconds in zip(
+            run.parts, run.blocks[phase, 0]) if part.products[phase] and f"{phase}:{part.name}" in found]  # fmt: skip
+        if more:
+            found[f"{phase}:product"] = max(0.0, statistics.median(more))
     found |= _least([({"lookup": r.micro * r.groups, "update": r.groups}, r.phases["sparse"]) for r in runs], "sparse", report)
     found |= _least([({"optimizer": 1, "tensor": r.tensors}, r.phases["optimizer"]) for r in runs], "optimizer", report)
     found |= _least([({"input": r.micro}, r.phases["input"]) for r in runs], "input", report)
     found["other"] = float(np.quantile([r.phases["other"] for r in runs], REST_QUANTILE))
+    report("host: " + ", ".join(f"{name} {1e6 * value:.0f}" for name, value in sorted(found.items())) + " us")
     return found
 
 
@@ -119,8 +234,7 @@ def _least(rows: Sequence[tuple[Mapping[str, int], float]], what: str, report: R
         values = nnls(system, np.concatenate([weights, np.zeros(len(names))]))[0]
         off = np.abs(relative @ values - 1.0)
         weights = 1.0 / np.maximum(1.0, off / max(2.0 * float(np.median(off)), 0.01))
-    report(f"host: {what}: off by {float(np.median(off)):.1%} in the median, {float(off.max()):.1%} at most; "
-           + ", ".join(f"{name} {1e6 * value:.0f}" for name, value in zip(names, values)) + " us")
+    report(f"host: {what}: off by {float(np.median(off)):.1%} in the median, {float(off.max()):.1%} at most")
     return dict(zip(names, map(float, values)))
 
 
@@ -128,48 +242,64 @@ def _least(rows: Sequence[tuple[Mapping[str, int], float]], what: str, report: R
 
 
 def designs(plans: Sequence[Plan]) -> list[Plan]:
-    """Small plans of the layers of `plans`: each kind with few and with many layers, under every policy; with and without a feed-forward part; on
-    histories of all lengths; on two micro-batches; with other regions around it; in other precisions."""
-    kinds: dict[str, dict[bool, Plan]] = defaultdict(dict)
-    others: dict[tuple[str, str], Plan] = {}
-    shapes: dict[tuple, Plan] = {}
+    """Small plans of the layers of `plans`: all kinds of 16 bits together under every policy, on even histories, on histories of all lengths, on two
+    micro-batches, with CUDA graphs; the kinds of every other precision together; few layers alone, whose optimizer has few tensors."""
+    by_precision: dict[str, list[Plan]] = defaultdict(list)
     for plan in plans:
-        layers = [layer for s in plan.model.sequences for layer in s.layers]
-        if not layers:
-            continue
-        if layer_precision(plan) != "bf16":
-            others.setdefault((layer_precision(plan), layers[0].kind), plan)
-            continue
-        kinds[layers[0].kind].setdefault(bool(layers[0].mlp_dim), plan)
-        shapes.setdefault((bool(plan.model.num_dense_features), *sorted({layer.kind for layer in plan.model.interaction_layers})), plan)
-    first = [next(iter(made.values())) for made in kinds.values()]
-    second = [plan for made in kinds.values() for plan in list(made.values())[1:]]
-    found = [small(plan, count) for plan in first for count in (FEW, MANY)]
-    found += [small(plan, SOME, policy=policy, varied=True) for policy in ("none", "full") for plan in first]
-    found += [small(plan, SOME, micro=2, policy=policy) for plan, policy in zip(first, ("none", *POLICIES, "none"))]
-    found += [small(plan, count, policy=policy) for policy in POLICIES if policy != "none" for plan in first for count in (FEW, MANY)]
-    found += [small(plan, SOME, policy=policy) for policy in POLICIES for plan in second]
-    around = list(shapes.values())
-    found += [small(plan, SOME) for plan in around] + [small(plan, SOME, interactions=2) for plan in around if plan.model.interaction_layers]
-    found += [small(plan, count) for (_, plan), count in zip(others.items(), (FEW, MANY) * len(others))]
+        if any(s.layers for s in plan.model.sequences):
+            by_precision[layer_precision(plan)].append(plan)
+    found = []
+    for precision, own in by_precision.items():
+        base = max(own, key=lambda p: len({layer.kind for layer in p.model.interaction_layers}))
+        if precision == "bf16":
+            found += [mixed(base, own), mixed(base, own, varied=True), mixed(base, own, micro=2), few(own[0])]
+            found.append(mixed(base, own, execution="cuda_graph"))
+        else:
+            found.append(mixed(base, own, policies=("none",)))
     return found
 
 
-def small(plan: Plan, count: int, *, micro: int = 1, policy: str | None = None, interactions: int | None = None, varied: bool = False) -> Plan:
-    """The plan with `count` layers a group under `policy` (default: its own), on `micro` batches of a few short histories, `varied` in length or not,
-    and tables of few rows; `interactions`: times that each interaction layer is there."""
-    own, precision = policy or layer_policy(plan), layer_precision(plan)
-    model = dataclasses.replace(
-        plan.model, tables=tuple(dataclasses.replace(t, rows=min(t.rows, ROWS)) for t in plan.model.tables),
-        sequences=tuple(dataclasses.replace(s, layers=tuple(dataclasses.replace(g, count=count) for g in s.layers)) for s in plan.model.sequences),
-        interaction_layers=tuple(dataclasses.replace(g, count=interactions or g.count) for g in plan.model.interaction_layers))
+def mixed(base: Plan, plans: Sequence[Plan], *, policies: Sequence[str] = POLICIES, micro: int = 1, varied: bool = False,
+          execution: str = "eager") -> Plan:
+    """`base` with EACH layers of every kind of layer in `plans`, with and without a feed-forward part, under each of `policies`, in the width of
+    `base`."""
+    kinds: dict[tuple[str, bool], LayerGroup] = {}
+    for plan in plans:
+        for group in (g for s in plan.model.sequences for g in s.layers):
+            kinds.setdefault((group.kind, bool(group.mlp_dim)), group)
+    dim, policies = base.model.dim, policies if execution == "eager" else ("none",)
+    groups = []
+    for group in kinds.values():
+        heads = max(1, dim // group.head_dim) if group.head_dim else 0
+        groups.append(dataclasses.replace(group, count=EACH * len(policies), heads=heads, mlp_dim=FACTOR * dim if group.mlp_dim else 0))
+    first = base.model.sequences[0].name
+    model = dataclasses.replace(base.model, sequences=tuple(
+        dataclasses.replace(s, layers=tuple(groups) if s.name == first else s.layers) for s in base.model.sequences))
+    return small(dataclasses.replace(base, model=model), policies=policies, micro=micro, varied=varied, execution=execution)
+
+
+def few(plan: Plan) -> Plan:
+    """One layer a group, and no layers over features but those that the plan has."""
+    model = dataclasses.replace(plan.model, sequences=tuple(
+        dataclasses.replace(s, layers=tuple(dataclasses.replace(g, count=1) for g in s.layers)) for s in plan.model.sequences))
+    return small(dataclasses.replace(plan, model=model), policies=("none",))
+
+
+def small(plan: Plan, *, policies: Sequence[str], micro: int = 1, varied: bool = False, execution: str = "eager") -> Plan:
+    """The plan on `micro` batches of a few short histories, `varied` in length or not, and tables of few rows, the layers of every group under
+    `policies` in equal parts."""
+    precision = layer_precision(plan)
+    model = dataclasses.replace(plan.model, tables=tuple(dataclasses.replace(t, rows=min(t.rows, ROWS)) for t in plan.model.tables))
     kind = "uniform" if varied else "fixed"
     lengths = {s.name: Lengths(kind=kind, maximum=min(LENGTH, plan.workload.lengths[s.name].maximum)) for s in plan.model.sequences}
     workload = dataclasses.replace(plan.workload, lengths=lengths, global_batch=micro * SAMPLES, local_batch=None)
-    known = {r.region: r.options[0] for r in plan.regions}
+    known = {r.region: r.options[0].precision for r in plan.regions}
     options = []
     for region in regions(model):
-        given = known[region.name].precision if region.name in known else precision
-        options.append(RegionPlan(region=region.name, options=(
-            RegionOption(count=region.count, precision=given, checkpoint=own if region.layer else "none"),)))  # type: ignore[arg-type]
-    return dataclasses.replace(plan, model=model, workload=workload, local_batch=SAMPLES, accumulation=micro, regions=tuple(options), fingerprints={})
+        own = policies if region.layer else ("none",)
+        given = known.get(region.name, precision)
+        options.append(RegionPlan(region=region.name, options=tuple(
+            RegionOption(count=region.count // len(own), precision=given, checkpoint=policy) for policy in own)))  # type: ignore[arg-type]
+    return dataclasses.replace(plan, model=model, workload=workload, local_batch=SAMPLES, accumulation=micro, regions=tuple(options), fingerprints={},
+                               execution=execution)  # type: ignore[arg-type]
+

@@ -93,15 +93,20 @@ def in_step(rows: Sequence[tuple[str, float, float]]) -> dict[str, float]:
 
 def short_run(plan: Plan, device: torch.device, steps: int) -> Trainer:
     """A trainer after `steps` steps, in an allocator that held nothing before."""
+    empty(device)
+    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
+    trainer.train(steps)
+    trainer.phases += trainer.timer.finished(wait=True)
+    return trainer
+
+
+def empty(device: torch.device) -> None:
+    """Leaves the allocator nothing of what nobody holds."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device)
-    trainer.train(steps)
-    trainer.phases += trainer.timer.finished(wait=True)
-    return trainer
 
 
 def layer_policy(plan: Plan) -> str:

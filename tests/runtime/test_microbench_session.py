@@ -54,41 +54,68 @@ class _Task:
         self.name, self.host_seconds = name, host_seconds
 
 
-def test_parts_of_a_step_are_told_apart():
-    """Main-thread times made of known parts: forward and backward of layers by kind, policy and feed-forward part, of other regions, of a
-    micro-batch; one run disturbed by half."""
-    wanted = hosted.designs([drawn(), drawn("gdpa"), drawn("self_attention"), drawn(precision="fp32")])
-    cost = lambda name: 1e-4 * (1 + len(name) % 7) * (3 if "full" in name else 1)
-    runs = []
-    for i, plan in enumerate(wanted):
-        parts = hosted.parts(plan)
-        new = {phase: hosted.varied_products(plan, phase) for phase in ("forward", "backward")}
-        phases = {phase: plan.accumulation * (2e-4 + 3e-5 * new[phase] + sum(n * cost(phase + name) for name, n in parts.items())) for phase in new}
-        phases |= {"sparse": 3e-4 * plan.accumulation * 4 + 4e-4 * 4, "optimizer": 1e-4 + 2e-6 * (10 + i), "input": 1e-4 * plan.accumulation,
-                   "other": 5e-5}
-        if i == 5:
-            phases["forward"] *= 1.5
-        runs.append(hosted.Spent(parts=parts, products=new, micro=plan.accumulation, groups=4, tensors=10 + i, phases=phases))
+def test_moments_of_a_step_become_seconds_of_blocks():
+    """Two micro-batches of two blocks: forward counts since the block before, backward since the gradient came; the loss is beside them."""
+    marks = []
+    for start in (0.0, 100.0):
+        marks += [("start:forward", start), ("forward:0", start + 1), ("forward:1", start + 3), ("end:forward", start + 7),
+                  ("start:backward", start + 10), ("backward:1", start + 12), ("backward:0", start + 17), ("end:backward", start + 18 + start / 50),
+                  ("start:sparse", start + 30), ("end:sparse", start + 31)]  # fmt: skip
+    own, beside = hosted.steps_by_block(marks, 2)
+    assert {key: found.tolist() for key, found in own.items()} == {
+        ("forward", 0): [1.0, 2.0], ("forward", 1): [1.0, 2.0], ("backward", 0): [1.0, 5.0], ("backward", 1): [3.0, 5.0]}
+    assert beside == {("forward", 0): 4.0, ("forward", 1): 4.0, ("backward", 0): 2.0, ("backward", 1): 2.0}
+
+
+def _ran(parts, cost, *, micro=1, added=0.0, new=0.0, slower=1.0) -> hosted.Spent:
+    """A run whose blocks take what `cost` says by direction and name, products with new rows `new` more, gradients added up `added` a tensor."""
+    seconds = {(phase, m): [slower * (cost(phase, p.name) + new * p.products[phase] + m * added * p.tensors * (phase == "backward")) for p in parts]
+               for phase in ("forward", "backward") for m in range(micro)}
+    return hosted.Spent(parts=parts, blocks=seconds, beside=dict.fromkeys(seconds, 7e-4), micro=micro, groups=3, tensors=10 * len(parts), phases={
+        "sparse": 9e-4 * micro + 6e-4, "optimizer": 1e-4 + 2e-5 * len(parts), "input": 1e-4 * micro, "other": 5e-5})
+
+
+def test_what_runs_spend_is_told_apart():
+    cost = lambda phase, name: 1e-4 * (1 + len(name)) * (2 if phase == "backward" else 1)
+    def part(name, forward=0, captured=False):
+        return hosted.Part(name=name, products={"forward": forward, "backward": 2 * forward}, tensors=4, captured=captured)
+
+    even, varied = [tuple(part(name, n) for name in ("hstu@bf16", "hstu@bf16:full", "region@bf16")) for n in (0, 2)]
+    graph = (even[0], part("region@bf16", captured=True))
     said = []
-    found = hosted.solved(runs, said.append)
-    for name in ("hstu@bf16", "gdpa@bf16+mlp:full", "gdpa@bf16:full+mlp", "self_attention@bf16:selective+mlp"):
-        for phase in ("forward", "backward"):
-            if f"{phase}:{name}" in found:
-                assert found[f"{phase}:{name}"] == pytest.approx(cost(phase + name), rel=0.02), name
-    assert found["forward:product"] == pytest.approx(3e-5, rel=0.05) and found["backward:product"] == pytest.approx(3e-5, rel=0.05)
-    assert found["lookup"] == pytest.approx(3e-4, rel=0.01) and found["update"] == pytest.approx(4e-4, rel=0.02)
-    assert found["tensor"] == pytest.approx(2e-6, rel=0.05) and found["other"] == pytest.approx(5e-5)
-    assert any("forward" in line and "at most" in line for line in said)
+    found = hosted.solved([_ran(even, cost), _ran(even, cost, slower=3.0), _ran(varied, cost, new=3e-5), _ran(even, cost, micro=2, added=1e-5),
+                           _ran(graph, lambda phase, name: 0.0 if "region" in name else cost(phase, name))], said.append)
+    for phase in ("forward", "backward"):
+        for name in ("hstu@bf16", "hstu@bf16:full", "region@bf16"):
+            assert found[f"{phase}:{name}"] == pytest.approx(cost(phase, name)), name  # the slow run does not count
+        assert found[f"{phase}:product"] == pytest.approx(3e-5) and found[f"{phase}:loss"] == found[f"{phase}:graph"] == pytest.approx(7e-4)
+    assert found["accumulate"] == pytest.approx(1e-5) and found["other"] == pytest.approx(5e-5)
+    assert found["lookup"] == pytest.approx(3e-4, rel=0.01) and found["update"] == pytest.approx(2e-4, rel=0.02)
+    assert found["tensor"] == pytest.approx(2e-6, rel=0.05) and any("sparse" in line and "at most" in line for line in said)
 
 
-def test_designs_leave_the_device_nothing_to_do_and_differ_where_the_host_does():
-    found = hosted.designs([drawn(), drawn("gdpa"), drawn(precision="fp32"), drawn()])
-    about = [(p.model.sequences[0].layers[0].kind, trained.layer_policy(p), p.model.sequences[0].layers[0].count, p.accumulation) for p in found]
-    for policy in ("none", "selective", "full"):
-        assert {(kind, policy, count, 1) for kind in ("hstu", "gdpa") for count in (hosted.FEW, hosted.MANY)} <= set(about)
-    assert any(micro == 2 for *_, micro in about)
+def test_designs_leave_the_device_nothing_to_do_and_hold_every_kind_under_every_policy():
+    found = hosted.designs([drawn(), drawn("gdpa"), drawn(precision="fp32"), drawn("self_attention")])
+    names = [{part.name for part in hosted.blocks(plan)} for plan in found]
+    for kind in ("hstu@bf16", "gdpa@bf16{}+mlp", "self_attention@bf16{}+mlp"):
+        for policy in ("", ":selective", ":full"):
+            name = kind.format(policy) if "{}" in kind else kind + policy
+            assert {name} <= names[0] & names[1] & names[2], name
+    assert [p.accumulation for p in found] == [1, 1, 2, 1, 1, 1] and [p.execution for p in found].index("cuda_graph") == 4
+    assert any(part.captured for part in hosted.blocks(found[4])) and not any(part.captured for plan in found[:4] for part in hosted.blocks(plan))
+    assert any(any(p.products.values()) for p in hosted.blocks(found[1])) and "hstu@fp32" in names[5]
     assert all(p.local_batch * p.workload.lengths["history"].maximum <= hosted.SAMPLES * hosted.LENGTH for p in found)
     assert all(p.fingerprints == {} and {r.region for r in p.regions} == {r.name for r in regions(p.model)} for p in found)
+
+
+def test_blocks_of_a_run_fill_its_passes(monkeypatch):
+    monkeypatch.setattr(hosted, "STEPS", 2)
+    monkeypatch.setattr(hosted, "LENGTH", 12)
+    found = hosted.spent(hosted.mixed(drawn(), [drawn()], micro=2), CPU)
+    for phase in ("forward", "backward"):
+        whole = sum(sum(found.blocks[phase, m]) + found.beside[phase, m] for m in range(2))
+        assert whole == pytest.approx(found.phases[phase], rel=0.3) and all(s > 0 for s in found.blocks[phase, 0])
+    assert len(found.parts) == len(found.blocks["forward", 0]) == 3 * hosted.EACH + 5
 
 
 @pytest.mark.parametrize("slower", [1.08, 3.0])
