@@ -10,7 +10,8 @@ utilisation; where it has, a, b and c are those of the least relative error. y i
 of them (`ops.coordinates`, `costmodel.krige`). Past the measured box the utilisation at its edge is held. A measured shape
 returns its measurement, unless that was noisy itself.
 
-Block samples (`block:<kind>`) are compared with a reference, on a host the sum of their ops, on a GPU their work (`costmodel.work`); log(seconds /
+Block samples (`block:<kind>`) are compared with a reference, on a host the sum of their ops, on a GPU their ops by what they are or their work
+(`costmodel.work`); log(seconds /
 reference) is interpolated over the block's features in the same way: what autograd, Python and the caches add between ops, and what the reference is
 wrong by there. Runs that are scored never enter a fit.
 """
@@ -39,7 +40,7 @@ from costmodel.ops import KINDS, Op, coordinates, op
 from costmodel.precision import expanded
 from costmodel.quantity import Source
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
-from costmodel.work import Measured, fit_shares, work
+from costmodel.work import Measured, fit_shares, fit_timed, timed_work, work
 
 SCHEMA_VERSION = 1
 # |log error| at 90 % that a figure gets at least, by source [Assumed where no residual says more].
@@ -90,7 +91,7 @@ class Curve:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Composition:
     """A block kind against a reference: log(seconds / reference) over the block's features. The reference is the sum of its ops, or with `shares`
-    (one for each of `work.PARTS`) their sum over the block's work. width: 90 % quantile of |leave-one-out log error|; host_ratio: its launch time
+    (one for each of `work.PARTS`, or of `work.TIMED`) their sum over the block's work. width: 90 % quantile of |leave-one-out log error|; host_ratio: its launch time
     over that of its ops."""
 
     features: tuple[str, ...]
@@ -413,8 +414,9 @@ def _fixed_seconds(ideal: np.ndarray, seconds: np.ndarray) -> float:
 def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[str, Composition]:
     """On a GPU every dtype and checkpoint policy has its own correction (`costmodel.gpu`)."""
     grouped: dict[str, list[tuple[Sample, float, float]]] = defaultdict(list)
-    measured: dict[int, Measured] = {}
-    by_work: set[str] = set()
+    works: dict[str, list[np.ndarray]] = defaultdict(list)
+    measured: list[Measured] = []
+    unknown: set[str] = set()
     on_gpu = calibration.environment.device_kind != "cpu"
     for sample in samples:
         kind = sample.op.removeprefix(BLOCK_PREFIX)
@@ -427,13 +429,18 @@ def _fit_compositions(calibration: Calibration, samples: list[Sample]) -> dict[s
         grouped[key].append((sample, sum(t.seconds for t in times), host))
         if on_gpu:
             if not _attention_known(calibration, timed, sample.active_ranks):
-                by_work.add(key)
+                unknown.add(key)
+            works[key].append(timed_work((one.kind, t.seconds) for (one, _), t in zip(timed, times)))
             attention = next((one.variant for one in forward if one.kind == "attention"), "")
-            measured[id(sample)] = Measured(group=key, dtype=sample.dtype, attention=attention, seconds=sample.seconds,
-                                            work=work(timed, sample.features, calibration.device))
-    shares = fit_shares([m for m in measured.values() if m.group in by_work])
-    return {key: _compose([(sample, float(measured[id(sample)].work @ shares[key]) if key in shares else seconds, host)
-                           for sample, seconds, host in rows], shares.get(key, ()))
+            measured.append(Measured(group=key, dtype=sample.dtype, attention=attention, seconds=sample.seconds,
+                                     work=work(timed, sample.features, calibration.device)))
+    if not on_gpu:
+        return {key: _compose(rows) for key, rows in sorted(grouped.items())}
+    shares = fit_shares([m for m in measured if m.group in unknown])
+    works |= {key: [m.work for m in measured if m.group == key] for key in unknown}
+    for key in grouped.keys() - unknown:
+        shares[key] = fit_timed(np.array(works[key]), np.array([sample.seconds for sample, *_ in grouped[key]]))
+    return {key: _compose([(sample, float(own @ shares[key]), host) for (sample, _, host), own in zip(rows, works[key])], shares[key])
             for key, rows in sorted(grouped.items())}
 
 

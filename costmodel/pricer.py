@@ -25,7 +25,7 @@ from costmodel.plan import Plan
 from costmodel.precision import LOW_PRECISIONS, expanded
 from costmodel.quantity import Source, worst
 from costmodel.regions import Region, over_samples, regions
-from costmodel.work import work
+from costmodel.work import TIMED, timed_work, work
 
 # Main-thread time of a step outside everything else (loop, metrics) [Assumed where not measured].
 STEP_OVERHEAD_SECONDS = 2e-4
@@ -231,7 +231,11 @@ class Pricer:
         if found.shares and cost.seconds > 0:
             timed = expanded(timed_ops(self._forward(block, batch, precision), phase, policy, MATRIX_OPS), self.device,
                              low_weight_gradients=self.low_weight_gradients)
-            ratio *= float(work(timed, features, self.device) @ np.array(found.shares)) / cost.seconds
+            if len(found.shares) == len(TIMED):
+                reference = timed_work((one.kind, self.ops((one,), at).seconds) for one, at in timed)
+            else:
+                reference = work(timed, features, self.device)
+            ratio *= float(reference @ np.array(found.shares)) / cost.seconds
         ratio *= self._in_step(phase, cost, cost.seconds * ratio, precision)
         known = 0.0 if outside < 0.1 else 1.0
         parts = tuple((f"block:{block.kind}/{phase}" if curve.startswith("roofline:") else curve, "interpolated" if source == "roofline" else source,

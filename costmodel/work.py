@@ -17,6 +17,9 @@ longest x (1 - x)^a, x from 0 to 1, with that quotient.
 
 All blocks of one dtype with attention share a fit, whose a is what each block's own fit stays near: few samples of a kind say what is particular
 to it.
+
+Where attention was timed alone at enough shapes, the parts are what the block's ops took alone: `TIMED`, products, attention and the rest; each a
+then is near 1, below it where a kernel does several of the ops at once.
 """
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ from costmodel.ops import BACKWARD, Op
 SHARED = ("products", "stream", "memory", "rows", "launches")
 OWN = ("scores", "scores_backward", "weights", "weights_backward")
 PARTS = SHARED + OWN
+TIMED = ("products", "attention", "rest")
 SCORE_SECONDS, HALF_TILE, ROW_SECONDS = 1e-13, 64.0, 1e-8
 MULTIPROCESSORS = 132  # of an H100 or H200 [Datasheet https://resources.nvidia.com/en-us-tensor-core]
 # Where a fit starts, and how far (in shares of the seconds) what all blocks have in common, then a block's own, may leave it for an error of 1.
@@ -40,6 +44,7 @@ _START = {"products": 1.4, "stream": 0.5, "memory": 1.25, "rows": 0.5, "launches
           "weights_backward": 1.0}
 _COMMON_STIFFNESS, _OWN_STIFFNESS = 0.05, 0.3
 _MOST_SPREAD = 20.0
+_TIMED_STIFFNESS = 0.1
 
 
 def rounds(features: Mapping[str, float]) -> float:
@@ -53,6 +58,14 @@ def rounds(features: Mapping[str, float]) -> float:
     spread = min(max((quotient - full) / max(2.0 * full - quotient, 1e-6), 0.0), _MOST_SPREAD)
     starts = np.arange(math.ceil(jobs)) / jobs
     return max(1.0, float(((1.0 - starts) ** (2.0 * spread)).sum()) * (2.0 * spread + 1.0) / jobs)
+
+
+def timed_work(times: Iterable[tuple[str, float]]) -> np.ndarray:
+    """w in the order of TIMED, from (op kind, seconds alone)."""
+    found = dict.fromkeys(TIMED, 0.0)
+    for kind, seconds in times:
+        found["attention" if kind == "attention" else "products" if kind in ("linear", "bmm") else "rest"] += seconds
+    return np.array([found[name] for name in TIMED])
 
 
 def work(timed: Sequence[tuple[Op, str]], features: Mapping[str, float], device: Device) -> np.ndarray:
@@ -85,6 +98,11 @@ class Measured:
     attention: str
     work: np.ndarray
     seconds: float
+
+
+def fit_timed(work: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """a of one group of blocks: `work` (n, 3) in the order of TIMED, seconds (n,)."""
+    return _solve(work, seconds, np.ones(len(TIMED)), _TIMED_STIFFNESS)
 
 
 def fit_shares(measured: Iterable[Measured]) -> dict[str, np.ndarray]:
