@@ -91,8 +91,8 @@ class Curve:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Composition:
     """A block kind against a reference: log(seconds / reference) over the block's features. The reference is the sum of its ops, or with `shares`
-    (one for each of `work.PARTS`, or of `work.TIMED`) their sum over the block's work. width: 90 % quantile of |leave-one-out log error|; host_ratio: its launch time
-    over that of its ops."""
+    (one for each of `work.PARTS`, or of `work.TIMED`) their sum over the block's work. width: 90 % quantile of |leave-one-out log error|;
+    host_ratio: its launch time over that of its ops."""
 
     features: tuple[str, ...]
     surface: Surface

@@ -35,6 +35,7 @@ TIMEOUT = 100.0
 # few of the plan's longest.
 EVEN, PAIRS, UNEVEN, FULL = 272, 280, (300, 50, 21, 7), 4
 _ROWS = 1000
+SIXTEEN = 16.0
 # Plans of longer histories are compiled by processes of their own.
 LONG = 512
 
@@ -101,6 +102,21 @@ def run_blocks(plan: Plan, device: torch.device, *, layers_only: bool = False) -
     return count
 
 
+def run_wide(plan: Plan, device: torch.device) -> int:
+    """Attention of the plan's layers in fp32, on 16 heads, a multiple of which has kernels of its own, and on others; returns how often it ran."""
+    count, long = 0, max((lengths.maximum for lengths in plan.workload.lengths.values()), default=EVEN)
+    for lengths in (UNEVEN, [long] * FULL):
+        batch = {s.name: np.minimum(lengths, plan.workload.lengths[s.name].maximum) for s in plan.model.sequences}
+        for request in attention_requests(plan, batch):
+            values = dict(request.op.features)
+            for heads in () if across(request) else (SIXTEEN, SIXTEEN - 1.0):
+                one = dataclasses.replace(request.op, dtype="fp32", features=tuple((values | {"heads": heads}).items()))
+                run = cases.cases(dataclasses.replace(request, op=one), ops.BACKWARD, device, 1)[0]
+                run.run(run.prepare())
+                count += 1
+    return count
+
+
 def run_tables(plan: Plan, device: torch.device) -> int:
     """Lookups and updates of the plan's tables, made small; returns how many were timed."""
     small = dataclasses.replace(plan, model=dataclasses.replace(plan.model, tables=tuple(
@@ -110,7 +126,7 @@ def run_tables(plan: Plan, device: torch.device) -> int:
 
 
 def _work(what: str, paths: list[str]) -> None:
-    """Runs `blocks` or `tables` of the plans and says which it could not."""
+    """Runs `blocks`, `tables` or `wide` (fp32 attention) of the plans and says which it could not."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     start = time.perf_counter()
     for number, path in enumerate(paths):
@@ -118,6 +134,8 @@ def _work(what: str, paths: list[str]) -> None:
         try:
             if what == "blocks":
                 run_blocks(plan, device, layers_only=number > 0 and not plan.model.interaction_layers)  # the rest of a plan compiles within a second
+            elif what == "wide":
+                run_wide(plan, device)
             else:
                 run_tables(plan, device)
             if device.type == "cuda":
@@ -163,6 +181,8 @@ def main(arguments: list[str]) -> None:
     dims = {tuple(sorted({(t.dim, t.pooling) for t in plan.model.tables})): path for path, plan in reversed(plans.items())}
     paths = {id(plan): path for path, plan in plans.items()}
     jobs = [("tables", list(dims.values()))] + [("blocks", [paths[id(plan)] for plan in group]) for group in grouped(list(plans.values()))]
+    kinds = {tuple(sorted({(g.kind, g.head_dim) for s in plan.model.sequences for g in s.layers})): path for path, plan in plans.items()}
+    jobs += [("wide", [path]) for path in kinds.values()]
     for child in [_fork(*job) for job in jobs]:
         os.waitpid(child, 0)
     return None

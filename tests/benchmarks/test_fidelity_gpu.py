@@ -74,6 +74,21 @@ def test_plans_are_predicted_run_and_reported(tmp_path, monkeypatch):
     assert (document["environment"]["device"], document["commit"], document["rows"][0]["commit"]) == ("NVIDIA H200", "abc", "abc")
 
 
+def test_visits_of_a_plan_are_merged_by_their_steps():
+    def visit(step: float, *, reserved: float) -> dict:
+        return {"measured": {"step_time_s": {"median": step, "mean": step, "p10": step, "p90": step}, "phases_s": {"forward": step},
+                             "memory_bytes": {"reserved": reserved, "peak_allocated": None}, "examples_per_second": 10.0 / step},
+                "steps_s": [step] * 3, "host_s": {"forward": step / 2}, "device_s": {"forward": step}, "final_loss": 1.0}  # fmt: skip
+
+    found = fidelity_gpu.merged(visit(1.0, reserved=5.0), visit(2.0, reserved=4.0))
+    found = fidelity_gpu.merged(found, visit(3.0, reserved=6.0))
+    assert found["visits"] == 3 and found["steps_s"] == [1.0] * 3 + [2.0] * 3 + [3.0] * 3
+    measured = found["measured"]
+    assert measured["step_time_s"]["median"] == measured["phases_s"]["forward"] == found["device_s"]["forward"] == pytest.approx(2.0)
+    assert measured["memory_bytes"] == {"reserved": 6.0, "peak_allocated": None} and measured["examples_per_second"] == pytest.approx(5.0)
+    assert found["host_s"]["forward"] == pytest.approx(1.0)
+
+
 def test_the_kept_cluster_is_the_scenario_s():
     cluster = load_scenario(Path(fidelity_gpu.SCENARIO)).cluster
     assert fidelity_gpu.cluster() == dataclasses.replace(cluster, memory_budget=None)

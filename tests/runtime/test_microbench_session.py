@@ -164,6 +164,7 @@ def test_plans_that_need_the_same_kernels_are_compiled_by_one_process():
 def test_kernels_are_compiled_by_running_every_block_and_table():
     assert warm.run_blocks(drawn(), CPU) == 4 * 6  # input, layer, summary, bottom, interaction and heads on batches of four kinds
     assert warm.run_blocks(drawn(), CPU, layers_only=True) == 4
+    assert warm.run_wide(drawn(), CPU) == 4  # two numbers of heads on batches of two kinds
     assert warm.run_tables(drawn(), CPU) == 2 * 8  # lookups and updates of four table groups
 
 
@@ -174,7 +175,8 @@ def test_processes_compile_ahead_and_say_what_they_could_not(monkeypatch):
     ahead = warm.Ahead([drawn(), drawn("gdpa", precision="fp32")])
     assert ahead.running
     said = ahead.wait(120)
-    assert "tables of 1 plans" in said and said.count("blocks of 1 plans") == 2 and "Traceback" not in said, said
+    assert "tables of 1 plans" in said and "Traceback" not in said, said
+    assert said.count("blocks of 1 plans") == said.count("wide of 1 plans") == 2
     assert time.perf_counter() - begin < 120 and not ahead.running
 
 
