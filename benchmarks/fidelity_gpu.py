@@ -254,7 +254,7 @@ def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path
     found = rows(scored, known, load=work / RESIDUAL_FILE)
     if (work / REFITTED).exists():
         found += again_rows(again(scored, load_calibration(work / REFITTED)))
-    again = sum(one.found.get("visits", 1) > 1 for one in residual + scored)
+    often = sum(one.found.get("visits", 1) > 1 for one in residual + scored)
     intro = (f"{len(scored)} plans drawn from: {space.describe()}. Every plan was predicted before it ran; none was used to calibrate. "
              f"Intervals come from {len(residual)} runs that are neither fitted nor scored. {again} of all these plans, whose steps the host was "
              f"predicted to make, ran up to {VISITS} times, for its speed varies, and all their steps count. Error = predicted / measured median "
