@@ -7,9 +7,9 @@
     python -m benchmarks.fidelity --device cuda --stage refit      the calibration of the same samples under later code; `report` then scores it too
 
 `--residuals` plans, of a seed of their own, give the intervals: they are neither fitted nor scored. Every prediction is written before the
-plan runs. Between two plans everything of the last one is dropped and the caching allocator emptied, so that peaks are a plan's own. Plans whose steps
-the host is predicted to make are run up to VISITS times with others between: the same steps of one process, alone on a leased host, took 22 to 45 ms
-of its thread's own processor time within ten seconds (an H200's host, 2026-12-01). `calibrate` and `run` need `runtime` and `costmodel` only.
+plan runs. Between two plans everything of the last one is dropped and the caching allocator emptied, so that peaks are a plan's own. Plans whose
+steps the host is predicted to make are run up to VISITS times with others between: the same steps of one process, alone on a leased host, took 22 to
+45 ms of its thread's own processor time within ten seconds (an H200's host, 2026-12-01). `calibrate` and `run` need `runtime` and `costmodel` only.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path
         found += again_rows(again(scored, load_calibration(work / REFITTED)))
     often = sum(one.found.get("visits", 1) > 1 for one in residual + scored)
     intro = (f"{len(scored)} plans drawn from: {space.describe()}. Every plan was predicted before it ran; none was used to calibrate. "
-             f"Intervals come from {len(residual)} runs that are neither fitted nor scored. {again} of all these plans, whose steps the host was "
+             f"Intervals come from {len(residual)} runs that are neither fitted nor scored. {often} of all these plans, whose steps the host was "
              f"predicted to make, ran up to {VISITS} times, for its speed varies, and all their steps count. Error = predicted / measured median "
              f"step - 1. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
     measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
