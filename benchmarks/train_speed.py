@@ -43,6 +43,7 @@ EXECUTIONS = ("eager", "compile")
 # gem-full's loss leaves the neighbourhood of its start within three steps at its own 1e-3 without a warm-up; the step takes as long at any rate
 LEARNING_RATE = 1e-5
 STEPS = {"cuda": 23, "cpu": 6}
+EVERYTHING = 1 << 30  # a window that leaves nothing out
 # Samples of a batch that is trained to compile kernels: those of several models fit on a device together.
 WARM_BATCH, WARM_STEPS = 4, 3
 
@@ -91,12 +92,13 @@ def _alone(host: Plan, model: Model, workload: Workload, batch: int, precision: 
     return dataclasses.replace(made, fingerprints=made.expected_fingerprints())
 
 
-def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False, models: Sequence[str] = tuple(SCENARIOS)) -> Iterator[list[Row]]:
-    """Figures of every one of `models` that fits into `seconds`, after each variant all that are known of its model; a variant that cannot run is a
-    row that says why. `compiled`: compiled blocks too, which take minutes to compile."""
+def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False, models: Sequence[str] = tuple(SCENARIOS),
+         peers: Sequence[str] = tuple(OVER)) -> Iterator[list[Row]]:
+    """Figures of every one of `models` beside `peers` that fits into `seconds`, after each variant all that are known of its model; a variant that
+    cannot run is a row that says why. `compiled`: compiled blocks too, which take minutes to compile."""
     until = time.monotonic() + seconds
     if device.type == "cuda":
-        warm([(name, variant) for variant in ("eager", *OVER) for name in models], until=time.monotonic() + seconds / 2)
+        warm([(name, variant) for variant in ("eager", *peers) for name in models], until=time.monotonic() + seconds / 2)
     started = not torch.distributed.is_initialized()
     if started:
         mesh.start(device)
@@ -104,7 +106,7 @@ def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False
     on_gpu = device.type == "cuda"
     plans = {name: plan_of(name) if on_gpu else tiny(name) for name in models}
     found: dict[str, dict[str, Timed]] = {name: {} for name in models}
-    for variant in ("eager", *OVER, *(("compile",) if compiled else ())):
+    for variant in ("eager", *peers, *(("compile",) if compiled else ())):
         for name in models:
             missing = Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"not run: {seconds:.0f} s were over")
             try:
@@ -264,18 +266,14 @@ class Flex:
             q_document, q_place = _places(q_offsets, num_q)
             k_document, k_place = _places(k_offsets, num_k)
             # bottom-right aligned: the last query sees the last key
-            shift = (k_offsets.diff() - q_offsets.diff())[q_document]
+            row = q_place + (k_offsets.diff() - q_offsets.diff())[q_document]
+            # what a row sees is a run of its document's keys; bounds in tensors make one compiled kernel serve every mask, and it has no division
+            first, last = row - (window or EVERYTHING) + 1, row if causal else row + (window or EVERYTHING) - 1
+            if block is not None:
+                first, last = torch.maximum(first, row // block * block), torch.minimum(last, (row // block + 1) * block - 1)
 
             def kept(_batch, _head, i: Tensor, j: Tensor) -> Tensor:
-                row, column = q_place[i] + shift[i], k_place[j]
-                keep = q_document[i] == k_document[j]
-                if causal:
-                    keep = keep & (column <= row)
-                if window is not None:
-                    keep = keep & (row - column < window) & (column - row < window)
-                if block is not None:
-                    keep = keep & (row // block == column // block)
-                return keep
+                return (q_document[i] == k_document[j]) & (k_place[j] >= first[i]) & (k_place[j] <= last[i])
 
             # offsets are kept, so that their address is not used again
             self._masks[key] = self._create(kept, None, None, num_q, num_k, device=q_offsets.device), q_offsets, k_offsets
