@@ -88,7 +88,7 @@ def _load_rows(base, rows, length, stride, D: tl.constexpr, MASK: tl.constexpr):
 @triton.jit
 def _forward_block(
     q, acc, m, norm, k_base, v_base, start, rows, k_len, shift, k_start, q_high, q_low, base, window,
-    position_table, position_rows, time_table, time_rows, k_times, edges, bias_head, bias_heads, scale, k_stride, v_stride,
+    position_table, position_rows, time_table, time_rows, k_times, edges, column, scale, k_stride, v_stride,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     POSITION: tl.constexpr, TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -103,8 +103,8 @@ def _forward_block(
         if TIME:
             k_high, k_low = split_times(k_times, k_start, columns, k_len, base)
         s = biased(
-            s, delta, q_high[:, None], q_low[:, None], k_high[None, :], k_low[None, :], edges, bias_head,
-            position_table, position_rows, time_table, time_rows, bias_heads, KIND, POSITION, TIME, LOG2E,
+            s, delta, q_high[:, None], q_low[:, None], k_high[None, :], k_low[None, :], edges, column,
+            position_table, position_rows, time_table, time_rows, KIND, POSITION, TIME, LOG2E,
         )  # fmt: skip
     v = _load_rows(v_base, columns, k_len, v_stride, D, EDGE)
     if KIND == "softmax":
@@ -124,7 +124,9 @@ def _forward_block(
         p = _activate(s, KIND, APPROX)
         if EDGE and (CAUSAL or WINDOW):
             keep = _keeps(delta, window, CAUSAL, WINDOW)
-            p = tl.where(keep & (columns < k_len)[None, :], p, 0.0)
+            if not CAUSAL:  # where a row of the sequence keeps no column past the keys
+                keep = keep & (columns < k_len)[None, :]
+            p = tl.where(keep, p, 0.0)
         elif EDGE and (POSITION or TIME):
             p = tl.where((columns < k_len)[None, :], p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -201,20 +203,20 @@ def attention_forward_kernel(
         for start in tl.range(low, tl.minimum(full_low, high), N, num_stages=STAGES):
             acc, m, norm = _forward_block(
                 q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, k_start, q_high, q_low, base, window,
-                position_table, position_rows, time_table, time_rows, k_times, edges, head // SHARE, H // SHARE, scale, k_stride, v_stride,
+                position_table, position_rows, time_table, time_rows, k_times, edges, head // SHARE, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
     if SPLIT:
         for start in tl.range(full_low, full_high, N, num_stages=STAGES):
             acc, m, norm = _forward_block(
                 q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, k_start, q_high, q_low, base, window,
-                position_table, position_rows, time_table, time_rows, k_times, edges, head // SHARE, H // SHARE, scale, k_stride, v_stride,
+                position_table, position_rows, time_table, time_rows, k_times, edges, head // SHARE, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, N, D,
             )  # fmt: skip
         for start in tl.range(full_high, high, N, num_stages=STAGES if CAUSAL or WINDOW else 1):
             acc, m, norm = _forward_block(
                 q_tile, acc, m, norm, k_base, v_base, start, rows, k_len, shift, k_start, q_high, q_low, base, window,
-                position_table, position_rows, time_table, time_rows, k_times, edges, head // SHARE, H // SHARE, scale, k_stride, v_stride,
+                position_table, position_rows, time_table, time_rows, k_times, edges, head // SHARE, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
 
@@ -242,7 +244,7 @@ def softmax_delta_kernel(grad, out, delta, rows, g_stride, g_head, o_stride, o_h
 @triton.jit
 def _backward_tile(
     k, v, q, do, rows, columns, q_len, shift, q_start, row_stats, lse, delta, q_times, k_high, k_low, base,
-    position_table, position_rows, time_table, time_rows, edges, bias_head, bias_heads, window, scale,
+    position_table, position_rows, time_table, time_rows, edges, column, window, scale,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     POSITION: tl.constexpr, TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -258,8 +260,8 @@ def _backward_tile(
         if TIME:
             q_high, q_low = split_times(q_times, q_start, rows, q_len, base)
         s = biased(
-            s, distance, q_high[None, :], q_low[None, :], k_high[:, None], k_low[:, None], edges, bias_head,
-            position_table, position_rows, time_table, time_rows, bias_heads, KIND, POSITION, TIME, LOG2E,
+            s, distance, q_high[None, :], q_low[None, :], k_high[:, None], k_low[:, None], edges, column,
+            position_table, position_rows, time_table, time_rows, KIND, POSITION, TIME, LOG2E,
         )  # fmt: skip
     if KIND == "softmax":
         row_lse = tl.load(lse + row_stats + rows, mask=rows < q_len, other=float("inf")) * LOG2E
@@ -310,7 +312,7 @@ def _store_rows(base, rows, length, stride, x, D: tl.constexpr):
 @triton.jit
 def _keys_step(
     k, v, dk, dv, start, q_base, do_base, columns, q_len, shift, q_start, row_stats, lse, delta, q_times, k_high, k_low, base,
-    position_table, position_rows, time_table, time_rows, edges, bias_head, bias_heads, window, scale, q_stride, do_stride,
+    position_table, position_rows, time_table, time_rows, edges, column, window, scale, q_stride, do_stride,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr,
     TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr,
@@ -320,7 +322,7 @@ def _keys_step(
     do = _load_rows(do_base, rows, q_len, do_stride, D, EDGE)
     p, ds = _backward_tile(
         k, v, q, do, rows, columns, q_len, shift, q_start, row_stats, lse, delta, q_times, k_high, k_low, base,
-        position_table, position_rows, time_table, time_rows, edges, bias_head, bias_heads, window, scale,
+        position_table, position_rows, time_table, time_rows, edges, column, window, scale,
         KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, EDGE, PRECISION,
     )  # fmt: skip
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -383,7 +385,7 @@ def keys_kernel(
             for start in tl.range(low, tl.minimum(full_low, high), M, num_stages=STAGES):
                 dk_acc, dv_acc = _keys_step(
                     k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, shift, q_start, row_stats, lse, delta,
-                    q_times, k_high, k_low, base, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE,
+                    q_times, k_high, k_low, base, position_table, position_rows, time_table, time_rows, edges, head // SHARE,
                     window, scale, q_stride, g_stride,
                     KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, M, D,
                 )  # fmt: skip
@@ -391,14 +393,14 @@ def keys_kernel(
             for start in tl.range(full_low, full_high, M, num_stages=STAGES):
                 dk_acc, dv_acc = _keys_step(
                     k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, shift, q_start, row_stats, lse, delta,
-                    q_times, k_high, k_low, base, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE,
+                    q_times, k_high, k_low, base, position_table, position_rows, time_table, time_rows, edges, head // SHARE,
                     window, scale, q_stride, g_stride,
                     KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, M, D,
                 )  # fmt: skip
             for start in tl.range(full_high, high, M, num_stages=STAGES if WINDOW else 1):
                 dk_acc, dv_acc = _keys_step(
                     k_tile, v_tile, dk_acc, dv_acc, start, q_base, do_base, columns, q_len, shift, q_start, row_stats, lse, delta,
-                    q_times, k_high, k_low, base, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE,
+                    q_times, k_high, k_low, base, position_table, position_rows, time_table, time_rows, edges, head // SHARE,
                     window, scale, q_stride, g_stride,
                     KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, M, D,
                 )  # fmt: skip
@@ -451,7 +453,7 @@ def few_queries_kernel(
                 k_high, k_low = split_times(k_times, k_start, columns, k_len, base)
             p, ds = _backward_tile(
                 k_tile, v_tile, q_tile, do_tile, rows, columns, q_len, shift, q_start, row_stats, lse, delta, q_times, k_high, k_low, base,
-                position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE, window, scale,
+                position_table, position_rows, time_table, time_rows, edges, head // SHARE, window, scale,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION,
             )  # fmt: skip
             ds = ds.to(q_tile.dtype)
@@ -470,7 +472,7 @@ def few_queries_kernel(
 @triton.jit
 def _dq_step(
     q, do, dq, start, k_base, v_base, rows, k_len, shift, k_start, q_high, q_low, base, row_lse, row_delta, k_times,
-    position_table, position_rows, time_table, time_rows, edges, bias_head, bias_heads, window, scale, k_stride, v_stride,
+    position_table, position_rows, time_table, time_rows, edges, column, window, scale, k_stride, v_stride,
     KIND: tl.constexpr, APPROX: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, POSITION: tl.constexpr,
     TIME: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -488,8 +490,8 @@ def _dq_step(
         if TIME:
             k_high, k_low = split_times(k_times, k_start, columns, k_len, base)
         s = biased(
-            s, distance, q_high[:, None], q_low[:, None], k_high[None, :], k_low[None, :], edges, bias_head,
-            position_table, position_rows, time_table, time_rows, bias_heads, KIND, POSITION, TIME, LOG2E,
+            s, distance, q_high[:, None], q_low[:, None], k_high[None, :], k_low[None, :], edges, column,
+            position_table, position_rows, time_table, time_rows, KIND, POSITION, TIME, LOG2E,
         )  # fmt: skip
     if KIND == "softmax":
         ds = tl.exp2(tl.minimum(s - row_lse[:, None], 0.0)) * (dp - row_delta[:, None])
@@ -555,20 +557,20 @@ def queries_kernel(
         for start in tl.range(low, tl.minimum(full_low, high), N, num_stages=STAGES):
             dq_acc = _dq_step(
                 q_tile, do_tile, dq_acc, start, k_base, v_base, rows, k_len, shift, k_start, q_high, q_low, base, row_lse, row_delta,
-                k_times, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE, window, scale, k_stride, v_stride,
+                k_times, position_table, position_rows, time_table, time_rows, edges, head // SHARE, window, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
     if SPLIT:
         for start in tl.range(full_low, full_high, N, num_stages=STAGES):
             dq_acc = _dq_step(
                 q_tile, do_tile, dq_acc, start, k_base, v_base, rows, k_len, shift, k_start, q_high, q_low, base, row_lse, row_delta,
-                k_times, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE, window, scale, k_stride, v_stride,
+                k_times, position_table, position_rows, time_table, time_rows, edges, head // SHARE, window, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, False, PRECISION, N, D,
             )  # fmt: skip
         for start in tl.range(full_high, high, N, num_stages=STAGES if CAUSAL or WINDOW else 1):
             dq_acc = _dq_step(
                 q_tile, do_tile, dq_acc, start, k_base, v_base, rows, k_len, shift, k_start, q_high, q_low, base, row_lse, row_delta,
-                k_times, position_table, position_rows, time_table, time_rows, edges, head // SHARE, H // SHARE, window, scale, k_stride, v_stride,
+                k_times, position_table, position_rows, time_table, time_rows, edges, head // SHARE, window, scale, k_stride, v_stride,
                 KIND, APPROX, CAUSAL, WINDOW, POSITION, TIME, True, PRECISION, N, D,
             )  # fmt: skip
     _store_rows(dq + q_start * (H * D) + head * D, rows, q_len, H * D, dq_acc * dq_scale, D)

@@ -48,8 +48,8 @@ def tables_kernel(
     tiles it takes every `along`-th, for the SHARE heads of one column of the tables."""
     columns_of_table = H // SHARE
     column = tl.program_id(0) % columns_of_table
-    split = tl.program_id(0) // columns_of_table % splits
-    slot = tl.program_id(0) // columns_of_table // splits
+    slot = tl.program_id(0) // columns_of_table % slots  # programs of the same sequences run together and find them in the L2 cache
+    split = tl.program_id(0) // columns_of_table // slots
     out = (split * columns_of_table + column).to(tl.int64)
     place = tl.arange(0, M)
     bins = tl.arange(0, BUCKETS)
@@ -95,7 +95,7 @@ def tables_kernel(
                     k_high, k_low = split_times(k_times, k_start, columns, k_len, base)
                 bias = biased(
                     tl.zeros([M, M], tl.float32), distance, q_high[:, None], q_low[:, None], k_high[None, :], k_low[None, :], edges, column,
-                    position_table, position_rows, time_table, time_rows, columns_of_table, KIND, POSITION, TIME, LOG2E,
+                    position_table, position_rows, time_table, time_rows, KIND, POSITION, TIME, LOG2E,
                 )  # fmt: skip
                 ds = tl.zeros([M, M], tl.float32)
                 for sub in tl.range(0, SHARE, num_stages=STAGES):

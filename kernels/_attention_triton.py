@@ -40,7 +40,7 @@ class Tiles:
     split: bool = True
 
 
-def forward_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
+def forward_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str, biased: bool = False) -> Tiles:
     """Tiles of the forward kernel."""
     if dtype == torch.float32:
         return Tiles(m=32, n=32, warps=4, stages=1)
@@ -48,26 +48,32 @@ def forward_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kin
         return Tiles(m=128, n=64, warps=8, stages=2)
     if max_q <= 64:  # [Measured H200, q <= 32, kv <= 2048] 64 keys, 3 stages: 4.23 TB/s, 99 % of the copy rate; 128 keys: 3.89
         return Tiles(m=64, n=64, warps=4, stages=3)
+    if biased:  # [Compiled for sm_90] 182 registers; 64 keys spill
+        return Tiles(m=128, n=32, warps=8, stages=3, split=False)
     # [Measured H200, D=128, L <= 1024] one masked loop, 3 stages: 326 TFLOPS; split loops 253; 64 rows 307; 128 keys 276
     return Tiles(m=128, n=64, warps=8, stages=3, split=False)
 
 
-def keys_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
+def keys_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str, biased: bool = False) -> Tiles:
     """Tiles of the dK and dV kernel."""
     if dtype == torch.float32:
         return Tiles(m=32, n=32, warps=4, stages=1)
     if head_dim == 256:  # [Measured H200, L <= 256] 69 TFLOPS in all; 64 queries in one stage 67
         return Tiles(m=32, n=64, warps=8, stages=2, split=False)
+    if biased:  # [Compiled for sm_90] 64 queries spill
+        return Tiles(m=32, n=128, warps=8, stages=2, split=False)
     # [Measured H200, D=128, L <= 1024] one masked loop 241 TFLOPS in all, split loops 226
     return Tiles(m=64, n=128, warps=8, stages=2, split=False)
 
 
-def queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str) -> Tiles:
+def queries_tiles(dtype: torch.dtype, head_dim: int, max_q: int, max_k: int, kind: str, biased: bool = False) -> Tiles:
     """Tiles of the dQ kernel."""
     if dtype == torch.float32:
         return Tiles(m=32, n=32, warps=4, stages=1)
     if head_dim == 256:
         return Tiles(m=64, n=64, warps=8, stages=1)
+    if biased:
+        return Tiles(m=128, n=32, warps=8, stages=2, split=False)
     return Tiles(m=128, n=64, warps=8, stages=2)
 
 
@@ -103,7 +109,7 @@ def forward(
         if hopper or (max_q > 64 and _hopper_launch.fits((q, k, v), offsets[0].shape[0] - 1, bias, options)):
             _hopper_launch.forward(q, k, v, out, lse, offsets, options, max_q, max_k)
             return out, lse
-    tiles = tiles or forward_tiles(q.dtype, head_dim, _bucket(max_q), _bucket(max_k), options.kind)
+    tiles = tiles or forward_tiles(q.dtype, head_dim, _bucket(max_q), _bucket(max_k), options.kind, _has_bias(bias))
     slots = tile_map(offsets[0], rows, tiles.m, out)
     run(
         kernel.attention_forward_kernel, (slots.shape[0] * heads,),
@@ -153,7 +159,7 @@ def backward(
 
 
 def _table_gradients(grad, q, k, v, lse, delta, offsets, bias, options) -> list[Tensor | None]:
-    if bias[0] is None and bias[1] is None:
+    if not _has_bias(bias):
         return [None, None]
     from kernels._attention_tables import table_gradients
 
@@ -181,7 +187,7 @@ def backward_path(grad, q, k, v, out, offsets, bias, options, max_q: int, max_k:
 
     num_sequences = offsets[0].shape[0] - 1
     if not _hopper_launch.fits((q, k, v, grad, out), num_sequences, bias, options):
-        wide = q.shape[2] == 256 and q.dtype != torch.float32 and bias[0] is None and bias[1] is None
+        wide = q.shape[2] == 256 and q.dtype != torch.float32 and not _has_bias(bias)
         return "wide" if wide else "split"
     if (options.kind, q.shape[2], options.causal, options.window > 0) in _hopper_launch.choices.BACKWARD:
         return "hopper_pair"
@@ -204,7 +210,7 @@ def _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, options, 
 
 
 def _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, options, maxima, tiles):
-    tiles = tiles or keys_tiles(q.dtype, q.shape[2], *maxima, options.kind)
+    tiles = tiles or keys_tiles(q.dtype, q.shape[2], *maxima, options.kind, _has_bias(bias))
     slots = tile_map(offsets[1], k.shape[0], tiles.n)
     run(
         kernel.keys_kernel, (slots.shape[0] * k.shape[1],),
@@ -230,7 +236,7 @@ def _wide_keys(grad, q, k, v, lse, delta, target, offsets, options, tiles: Tiles
 
 
 def _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima, tiles: Tiles | None = None):
-    tiles = tiles or queries_tiles(q.dtype, q.shape[2], *maxima, options.kind)
+    tiles = tiles or queries_tiles(q.dtype, q.shape[2], *maxima, options.kind, _has_bias(bias))
     slots = tile_map(offsets[0], q.shape[0], tiles.m)
     scale, dq_scale, _ = _backward_scales(options)
     run(
@@ -273,12 +279,16 @@ def _backward_scales(options) -> tuple[float, float, float]:
     return _score_scale(options), options.scale / options.divisor, 1.0 / options.divisor
 
 
+def _has_bias(bias: tuple) -> bool:
+    return bias[0] is not None or bias[1] is not None
+
+
 def _bias_arguments(bias: tuple, q: Tensor) -> list:
-    """Tables, times, edges of the time buckets, rows of the tables, and how many heads share a column of them."""
+    """Tables as fp32 `(columns, rows)`, times, edges of the time buckets, rows of the tables, and how many heads share a column of them."""
     position_table, time_table, q_times, k_times = bias
     heads = q.shape[1]
     widest = max((t.shape[1] for t in (position_table, time_table) if t is not None), default=heads)
-    tables = [q if t is None else t.expand(-1, widest).contiguous() for t in (position_table, time_table)]
+    tables = [q if t is None else t.float().expand(-1, widest).t().contiguous() for t in (position_table, time_table)]
     times = [q if x is None else x.contiguous() for x in (q_times, k_times)]
     edges = q if time_table is None else edges_on(q.device)
     return [*tables, *times, edges, *(0 if table is None else table.shape[0] for table in (position_table, time_table)), heads // widest]

@@ -40,6 +40,7 @@ class Shape:
     aims: tuple = (None, None)
     peers: dict = dataclasses.field(default_factory=dict)
     fp8: bool = False  # products in e4m3; the backward includes restoring the quantised inputs
+    bias: bool = False  # position and time tables of one column: HSTU's published form, 2 x the longest - 1 rows and 129
     fa2_here: bool = False  # torch's FA2 varlen runs in the same process, on the same tensors
     note: str = ""
 
@@ -87,6 +88,10 @@ def shapes() -> list[Shape]:
         Shape(
             name="HSTU silu causal q<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), kind="silu", causal=True,
             targets=(380, 260), aims=(480, 380), peers={"triton hstu": (310, None)}, note="no peer's backward runs",
+        ),
+        Shape(
+            name="HSTU silu causal with position and time bias q<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), kind="silu", causal=True,
+            bias=True, note="backward with both tables' gradients; no peer that takes this bias without a matrix of it has a package",
         ),
         Shape(
             name="BlockAttention 64 L<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), block=64, share=True,
@@ -196,7 +201,7 @@ def directions(shape: Shape, q, k, v, grad, edges, longest: tuple[int, int]) -> 
         arguments = (q, k, v, edges[0], longest[0], shape.block, shape.causal, scale)
         return lambda: block_forward(*arguments), lambda: block_backward(grad, *arguments)
     options = (*longest, shape.kind, shape.causal, 0, scale, 1.0 if shape.kind == "softmax" else 1024.0)
-    arguments = (q, k, v, *edges, None, None, None, None, *options)
+    arguments = (q, k, v, *edges, *(_bias(edges[0], q.shape[0], longest[0]) if shape.bias else (None,) * 4), *options)
     if shape.fp8:
         fp8 = (q, k, v, *edges, *longest, shape.kind, shape.causal, *options[-2:])
         out, lse, q8, q_scale, k8, k_scale = fp8_attention_forward(*fp8)
@@ -209,6 +214,15 @@ def directions(shape: Shape, q, k, v, grad, edges, longest: tuple[int, int]) -> 
     out, lse = attention_forward(*arguments)
     out = out if shape.kind == "softmax" else grad
     return lambda: attention_forward(*arguments), lambda: attention_backward(grad, *arguments[:3], out, lse, *arguments[3:])
+
+
+def _bias(edges: Tensor, rows: int, longest: int) -> tuple[Tensor, ...]:
+    """Tables and times of events that follow each other after an hour on average (exponential)."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    tables = (0.02 * torch.randn(n, 1, device="cuda", generator=generator) for n in (2 * longest - 1, 129))
+    gaps = torch.empty(rows, device="cuda", dtype=torch.float64).exponential_(1 / 3600, generator=generator)
+    times = gaps.cumsum(0).long()
+    return *tables, times, times
 
 
 def _both_directions(attend, inputs, grad) -> tuple[float, float]:

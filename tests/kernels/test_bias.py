@@ -101,7 +101,7 @@ def test_low_precision_and_repeat_runs():
 
 def test_a_neighbours_times_change_nothing():
     case = Case.random([5, 6], [5, 6])
-    bias = case.bias(columns=1)
+    bias = case.bias(columns=1, time_rows=40)
     out = case.run("silu", causal=True, bias=bias)
     bias.k_times[7:] += 1000  # the second history's
     bias.q_times[7:] -= 1000
