@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=180.0, help="of the speed stage")
     parser.add_argument("--models", nargs="+", help="of the speed stage (default: all of benchmarks.train_speed.SCENARIOS)")
     parser.add_argument("--peers", nargs="+", help="of the speed stage (default: all of benchmarks.train_speed.OVER)")
+    parser.add_argument("--warmed", action="store_true", help="of the speed stage: kernels were compiled before, `python -m benchmarks.train_speed`")
     parser.add_argument("--compiled", action="store_true", help="of the speed stage: compiled blocks too, which take minutes to compile")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args(arguments)
@@ -61,7 +62,7 @@ def _stage(stage: str, work: Path, options: argparse.Namespace) -> Iterable[list
 
     from benchmarks import train_speed
 
-    return train_speed.rows(torch.device(options.device), seconds=options.seconds, compiled=options.compiled,
+    return train_speed.rows(torch.device(options.device), seconds=options.seconds, compiled=options.compiled, warmed=options.warmed,
                             models=options.models or tuple(train_speed.SCENARIOS), peers=options.peers or tuple(train_speed.OVER))
 
 

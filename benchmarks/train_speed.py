@@ -93,11 +93,11 @@ def _alone(host: Plan, model: Model, workload: Workload, batch: int, precision: 
 
 
 def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False, models: Sequence[str] = tuple(SCENARIOS),
-         peers: Sequence[str] = tuple(OVER)) -> Iterator[list[Row]]:
+         peers: Sequence[str] = tuple(OVER), warmed: bool = False) -> Iterator[list[Row]]:
     """Figures of every one of `models` beside `peers` that fits into `seconds`, after each variant all that are known of its model; a variant that
-    cannot run is a row that says why. `compiled`: compiled blocks too, which take minutes to compile."""
+    cannot run is a row that says why. `compiled`: compiled blocks too, which take minutes to compile. `warmed`: kernels were compiled before."""
     until = time.monotonic() + seconds
-    if device.type == "cuda":
+    if device.type == "cuda" and not warmed:
         warm([(name, variant) for variant in ("eager", *peers) for name in models], until=time.monotonic() + seconds / 2)
     started = not torch.distributed.is_initialized()
     if started:
