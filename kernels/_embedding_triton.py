@@ -5,15 +5,14 @@ host synchronisation:
 
     1. prepare   (key, bag) of every id; ids outside the offsets get a key past all tables
     2. sort      keys, stable (radix sort): equal ids become one run of sorted positions
-    3. compact   a list of runs (where each begins, its table row) and each sorted position's gradient row
-    4. plan      runs of more than SHORT gradient rows are listed and cut into shares
-    5. update    each share is summed by one program, and whoever comes last sums the run's shares and updates its table row; then short
-                 runs are summed and updated, several at a time
+    3. compact   each sorted position's gradient row, and runs listed by length: 1, up to FEW, up to SOME, more
+    4. plan      long runs: where each ends, cut into shares
+    5. update    each share is summed by one program, and whoever comes last sums the run's shares and updates its table row; then the runs of
+                 the other lists are summed and updated, several at a time
 
 Work is balanced whatever the skew: a run of n gradient rows is cut into sqrt(n) shares where n is large, so no program sums more than
-that in turn. Every sum has a fixed order that depends on the run alone, so results repeat bit for bit; the order of the lists does not
-matter, since each entry is a different table row. Measured on an H200 (8 x 5 M x 128 fp32, 1.3 M ids): prepare 15 us, sort 106, the rest 320, most
-of which goes into 430,000 scattered rows read and written. Two runs at a time are the best of 1, 2 and 4.
+that in turn, and runs that are worked on together are of one list. Every sum has a fixed order that depends on the run alone, so results
+repeat bit for bit; the order of the lists, which atomics decide, does not matter, since each entry is a different table row.
 Shapes: N ids, B bags, R table rows, D numbers a row.
 """
 
@@ -79,10 +78,10 @@ def _sequence_kernel(
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "steps", "num_rows", "no_key"])
 def _prepare_kernel(
-    ids_ptr, offsets_ptr, keys_ptr, bags_ptr, counts_ptr, published_ptr, num_ids, num_bags, steps, num_rows, no_key,
+    ids_ptr, offsets_ptr, keys_ptr, bags_ptr, counts_ptr, num_ids, num_bags, steps, num_rows, no_key,
     BLOCK: tl.constexpr, JAGGED: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Sort key and bag of each id; empty lists, and nothing published by the blocks of step 3."""
+    """Sort key and bag of each id; empty lists."""
     begin = tl.program_id(0) * BLOCK
     position = begin + tl.arange(0, BLOCK)
     inside = position < num_ids
@@ -109,80 +108,91 @@ def _prepare_kernel(
     key = tl.where(used, key, no_key)
     tl.store(keys_ptr + position, key.to(keys_ptr.dtype.element_ty), mask=inside)
     if tl.program_id(0) == 0:
-        tl.store(counts_ptr + tl.arange(0, 4), tl.zeros([4], tl.int32))
-    tl.store(published_ptr + tl.program_id(0), 0)
+        tl.store(counts_ptr + tl.arange(0, 8), tl.zeros([8], tl.int32))
+
+
+@triton.jit
+def _same(keys_ptr, position, key, mask, num_ids):
+    """Whether the key at `position` is `key`; no key is negative."""
+    return tl.load(keys_ptr + position, mask=mask & (position < num_ids), other=-1) == key
+
+
+@triton.jit
+def _append(list_ptr, rows_ptr, count_ptr, mine, number, before, entry, key):
+    """Add the entries that are `mine`, `number` in all, of which `before` stand ahead of each in this block, to a list of (entry, table row)."""
+    place = tl.atomic_add(count_ptr, number, sem="relaxed") + before
+    tl.store(list_ptr + place, entry, mask=mine)
+    tl.store(rows_ptr + place, key, mask=mine)
 
 
 @triton.jit(do_not_specialize=["num_ids", "no_key"])
 def _compact_kernel(
-    keys_ptr, order_ptr, bags_ptr, published_ptr, starts_ptr, rows_ptr, firsts_ptr, sources_ptr, counts_ptr, num_ids, no_key,
-    BLOCK: tl.constexpr, JAGGED: tl.constexpr,
+    keys_ptr, order_ptr, bags_ptr, sources_ptr, one_ptr, one_rows_ptr, few_ptr, few_rows_ptr, some_ptr, some_rows_ptr, many_ptr, many_rows_ptr,
+    counts_ptr, num_ids, no_key, BLOCK: tl.constexpr, JAGGED: tl.constexpr, FEW: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Where each run begins, one entry past the last run, its table row and first gradient row, how many runs there are, and the gradient
-    row of each sorted position. The ids outside the offsets, at the end, are one run that is not counted.
-
-    Every program publishes how many runs begin in its block (plus one: 0 is "not yet") and then waits for those before it, as in a
-    scan with look-back: programs start in order, and none waits before it has published.
-    """
-    block = tl.program_id(0)
-    position = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """Gradient row of each sorted position, and runs listed by length: 1 (with its gradient row), up to FEW, up to SOME and more (with where they
+    begin). The order of a list differs from run to run; its entries are different table rows."""
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = position < num_ids
     key = tl.load(keys_ptr + position, mask=inside, other=-1)
-    previous = tl.load(keys_ptr + position - 1, mask=inside & (position > 0), other=-1)
-    begins = inside & (key != previous)
-    run = tl.cumsum(begins.to(tl.int32), axis=0) - 1
-    tl.atomic_xchg(published_ptr + block, tl.sum(begins.to(tl.int32), axis=0) + 1, sem="relaxed")
+    begins = inside & (key != no_key) & ~_same(keys_ptr, position - 1, key, inside & (position > 0), num_ids)
     source = tl.load(order_ptr + position, mask=inside, other=0)
     if JAGGED:
         source = tl.load(bags_ptr + source, mask=inside, other=0)
     source = source.to(tl.int32)
     tl.store(sources_ptr + position, source, mask=inside)
-    for base in range(0, block, 1024):
-        other = base + tl.arange(0, 1024)
-        seen = tl.zeros([1024], tl.int32)
-        waiting = 1
-        while waiting > 0:
-            seen = tl.load(published_ptr + other, mask=other < block, other=1, volatile=True)
-            waiting = tl.sum((seen == 0).to(tl.int32), axis=0)
-        run += tl.sum(seen - 1, axis=0)
-    tl.store(starts_ptr + run, position.to(tl.int32), mask=begins)
-    tl.store(rows_ptr + run, key, mask=begins)
-    tl.store(firsts_ptr + run, source, mask=begins)
-    last = position == num_ids - 1  # of all positions: its run is the last one
-    tl.store(counts_ptr + tl.zeros_like(run), tl.where(key == no_key, run, run + 1), mask=last)
-    tl.store(starts_ptr + run + 1, position.to(tl.int32) + 1, mask=last)
+    second = _same(keys_ptr, position + 1, key, begins, num_ids)
+    past_few = _same(keys_ptr, position + FEW, key, begins, num_ids)
+    past_some = _same(keys_ptr, position + SOME, key, begins, num_ids)
+    one = begins & ~second
+    few = begins & second & ~past_few
+    some = begins & past_few & ~past_some
+    many = begins & past_some
+    # four counts of up to BLOCK < 2^15 in one number
+    packed = one.to(tl.int64) + (few.to(tl.int64) << 16) + (some.to(tl.int64) << 32) + (many.to(tl.int64) << 48)
+    before = tl.cumsum(packed, axis=0) - packed
+    number = tl.sum(packed, axis=0)
+    begin = position.to(tl.int32)
+    _append(one_ptr, one_rows_ptr, counts_ptr, one, (number & 0xFFFF).to(tl.int32), (before & 0xFFFF).to(tl.int32), source, key)
+    _append(few_ptr, few_rows_ptr, counts_ptr + 1, few, ((number >> 16) & 0xFFFF).to(tl.int32), ((before >> 16) & 0xFFFF).to(tl.int32), begin, key)
+    _append(some_ptr, some_rows_ptr, counts_ptr + 2, some, ((number >> 32) & 0xFFFF).to(tl.int32), ((before >> 32) & 0xFFFF).to(tl.int32), begin, key)
+    _append(many_ptr, many_rows_ptr, counts_ptr + 3, many, ((number >> 48) & 0xFFFF).to(tl.int32), ((before >> 48) & 0xFFFF).to(tl.int32), begin, key)
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit(do_not_specialize=["num_ids", "programs"])
 def _plan_kernel(
-    starts_ptr, rows_ptr, counts_ptr, long_ptr, arrived_ptr, share_ptr, programs, RUNS: tl.constexpr, SHORT: tl.constexpr, SHARE: tl.constexpr
+    keys_ptr, many_ptr, many_rows_ptr, counts_ptr, plan_ptr, arrived_ptr, share_ptr, num_ids, programs, RUNS: tl.constexpr, SHARE: tl.constexpr
 ):
-    """List the runs of more than SHORT gradient rows, and which of them each share belongs to.
+    """Length, share size and first share of each long run, and which of them each share belongs to.
 
     A share has about as many gradient rows as its run has shares, but at least SHARE: however long, a run takes no program long.
     """
-    count = tl.load(counts_ptr)
+    count = tl.load(counts_ptr + 3)
     for base in range(tl.program_id(0) * RUNS, count, programs * RUNS):
-        run = base + tl.arange(0, RUNS)
-        begin = tl.load(starts_ptr + run, mask=run < count, other=0)
-        length = tl.load(starts_ptr + run + 1, mask=run < count, other=0) - begin
-        long = length > SHORT
-        found = tl.sum(long.to(tl.int32), axis=0)
-        if found > 0:
-            size = tl.maximum(tl.sqrt(length.to(tl.float32)).to(tl.int32) // 8 * 8, SHARE)
-            pieces = tl.where(long, (length + size - 1) // size, 0)
-            item = tl.atomic_add(counts_ptr + 2, found, sem="relaxed") + tl.cumsum(long.to(tl.int32), axis=0) - 1
-            place = tl.atomic_add(counts_ptr + 1, tl.sum(pieces, axis=0), sem="relaxed") + tl.cumsum(pieces, axis=0) - pieces
-            row = tl.load(rows_ptr + run, mask=long, other=0)
-            tl.store(arrived_ptr + item, tl.zeros_like(item), mask=long)
-            tl.store(long_ptr + 6 * item, begin, mask=long)
-            tl.store(long_ptr + 6 * item + 1, length, mask=long)
-            tl.store(long_ptr + 6 * item + 2, size, mask=long)
-            tl.store(long_ptr + 6 * item + 3, place, mask=long)
-            tl.store(long_ptr + 6 * item + 4, row.to(tl.int32), mask=long)
-            tl.store(long_ptr + 6 * item + 5, (row.to(tl.int64) >> 32).to(tl.int32), mask=long)
-            for piece in range(tl.max(pieces, axis=0)):
-                tl.store(share_ptr + place + piece, item, mask=piece < pieces)
+        item = base + tl.arange(0, RUNS)
+        known = item < count
+        begin = tl.load(many_ptr + item, mask=known, other=0)
+        row = tl.load(many_rows_ptr + item, mask=known, other=0)
+        last = tl.zeros([RUNS], tl.int32)  # the key so far after the run's begin is known to be the run's
+        span = tl.where(known, num_ids - begin, 1)  # the key so far after that one is not
+        while tl.max(span, axis=0) > 1:
+            step = (span + 31) // 32
+            probe = last[:, None] + step[:, None] * tl.arange(0, 32)[None, :]
+            mask = known[:, None] & (probe < (last + span)[:, None])
+            hits = tl.sum(_same(keys_ptr, begin[:, None] + probe, row[:, None], mask, num_ids).to(tl.int32), axis=1)
+            end = last + span
+            last = tl.where(known, last + step * (hits - 1), 0)
+            span = tl.where(known, tl.minimum(step, end - last), 1)
+        length = tl.where(known, last + 1, 0)
+        size = tl.maximum(tl.sqrt(length.to(tl.float32)).to(tl.int32) // 8 * 8, SHARE)
+        pieces = (length + size - 1) // size
+        place = tl.atomic_add(counts_ptr + 4, tl.sum(pieces, axis=0), sem="relaxed") + tl.cumsum(pieces, axis=0) - pieces
+        tl.store(arrived_ptr + item, tl.zeros_like(item), mask=known)
+        tl.store(plan_ptr + 3 * item, length, mask=known)
+        tl.store(plan_ptr + 3 * item + 1, size, mask=known)
+        tl.store(plan_ptr + 3 * item + 2, place, mask=known)
+        for piece in range(tl.max(pieces, axis=0)):
+            tl.store(share_ptr + place + piece, item, mask=piece < pieces)
 
 
 @triton.jit
@@ -247,25 +257,63 @@ def _squares(state1_ptr, rows, mask, OPTIMIZER: tl.constexpr, ACC: tl.constexpr)
     return tl.zeros(rows.shape, ACC)
 
 
-@triton.jit(do_not_specialize=["programs", "seed"])
-def _update_kernel(
-    weight_ptr, state1_ptr, state2_ptr, grad_ptr, sources_ptr, starts_ptr, rows_ptr, firsts_ptr, offsets_ptr,
-    counts_ptr, long_ptr, arrived_ptr, share_ptr, sums_ptr,
-    lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, programs,
-    dim: tl.constexpr, RUNS: tl.constexpr, UNROLL: tl.constexpr, ITEMS: tl.constexpr, SHORT: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr,
-    POLICY: tl.constexpr, OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
+@triton.jit
+def _update_ones(
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, offsets_ptr, one_ptr, one_rows_ptr, counts_ptr,
+    lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, turn, programs,
+    dim: tl.constexpr, ONE_RUNS: tl.constexpr, BLOCK_D: tl.constexpr, MEAN: tl.constexpr, POLICY: tl.constexpr, OPTIMIZER: tl.constexpr,
+    DECAY: tl.constexpr, ROUND: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Shares of long runs first, one at a time: whoever finishes a run's last share adds them up and updates the row. Then short runs, RUNS at a
-    time, with what describes the next ones on its way."""
+    """This program's share of the runs of one gradient row."""
+    cols = tl.arange(0, BLOCK_D)
+    count = tl.load(counts_ptr)
+    run = turn * ONE_RUNS + tl.arange(0, ONE_RUNS)
+    source = tl.load(one_ptr + run, mask=run < count, other=0)
+    row = tl.load(one_rows_ptr + run, mask=run < count, other=0)
+    for base in range(turn * ONE_RUNS, count, programs * ONE_RUNS):
+        run = base + programs * ONE_RUNS + tl.arange(0, ONE_RUNS)
+        next_source = tl.load(one_ptr + run, mask=run < count, other=0)
+        next_row = tl.load(one_rows_ptr + run, mask=run < count, other=0)
+        known = base + tl.arange(0, ONE_RUNS) < count
+        where = row.to(tl.int64)
+        old = _table_rows(weight_ptr, where, known, dim, cols, ACC)
+        squares = _squares(state1_ptr, where, known, OPTIMIZER, ACC)
+        total = _gradient_rows(grad_ptr, offsets_ptr, source, known, dim, cols, MEAN, ACC, POLICY)
+        _apply(
+            weight_ptr, state1_ptr, state2_ptr, where, known, total, old, squares, dim, cols,
+            lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+        )  # fmt: skip
+        source, row = next_source, next_row
+
+
+@triton.jit(do_not_specialize=["num_ids", "programs", "seed"])
+def _update_kernel(
+    weight_ptr, state1_ptr, state2_ptr, grad_ptr, keys_ptr, sources_ptr, offsets_ptr,
+    one_ptr, one_rows_ptr, few_ptr, few_rows_ptr, some_ptr, some_rows_ptr, many_ptr, many_rows_ptr, counts_ptr, plan_ptr, arrived_ptr, share_ptr,
+    sums_ptr, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, num_ids, programs,
+    dim: tl.constexpr, ONE_RUNS: tl.constexpr, FEW_RUNS: tl.constexpr, FEW: tl.constexpr, SOME: tl.constexpr, ITEMS: tl.constexpr,
+    BLOCK_D: tl.constexpr, MEAN: tl.constexpr, POLICY: tl.constexpr, OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr,
+    ACC: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Shares of long runs first, one at a time: whoever finishes a run's last share adds them up and updates the row. Then the other lists, from
+    the longest runs to the shortest, with what describes the next runs on its way. A list has runs of like length: no row waits for another's."""
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, ITEMS)
-    for share in range(pid, tl.load(counts_ptr + 1), programs):
+    turn = programs - 1 - pid  # from the last program on: the first ones may have a share more
+    early = ((pid ^ (pid >> 7)) & 1) < MIXED
+    if early:
+        _update_ones(
+            weight_ptr, state1_ptr, state2_ptr, grad_ptr, offsets_ptr, one_ptr, one_rows_ptr, counts_ptr,
+            lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, turn, programs,
+            dim, ONE_RUNS, BLOCK_D, MEAN, POLICY, OPTIMIZER, DECAY, ROUND, ACC,
+        )  # fmt: skip
+    for share in range(pid, tl.load(counts_ptr + 4), programs):
         item = tl.load(share_ptr + share)
-        begin = tl.load(long_ptr + 6 * item)
-        length = tl.load(long_ptr + 6 * item + 1)
-        size = tl.load(long_ptr + 6 * item + 2)
-        place = tl.load(long_ptr + 6 * item + 3)
+        begin = tl.load(many_ptr + item)
+        length = tl.load(plan_ptr + 3 * item)
+        size = tl.load(plan_ptr + 3 * item + 1)
+        place = tl.load(plan_ptr + 3 * item + 2)
         end = begin + tl.minimum((share - place + 1) * size, length)
         begin += (share - place) * size
         pieces = (length + size - 1) // size
@@ -278,8 +326,7 @@ def _update_kernel(
         tl.store(sums_ptr + tl.cast(share, tl.int64) * dim + cols, tl.sum(total, axis=0), mask=cols < dim)
         tl.debug_barrier()  # all of the program's stores before the count that says so
         if tl.atomic_add(arrived_ptr + item, 1, sem="acq_rel") == pieces - 1:
-            low = tl.load(long_ptr + 6 * item + 4).to(tl.int64) & 0xFFFFFFFF
-            row = tl.zeros([1], tl.int64) + (low | (tl.load(long_ptr + 6 * item + 5).to(tl.int64) << 32))
+            row = tl.load(many_rows_ptr + item + tl.zeros([1], tl.int32)).to(tl.int64)
             one = tl.full([1], 1, tl.int1)
             old = _table_rows(weight_ptr, row, one, dim, cols, ACC)
             squares = _squares(state1_ptr, row, one, OPTIMIZER, ACC)
@@ -293,35 +340,58 @@ def _update_kernel(
                 lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
             )  # fmt: skip
 
-    count = tl.load(counts_ptr)
-    run = (programs - 1 - pid) * RUNS + tl.arange(0, RUNS)  # from the last program on: the first ones may have had a share more
-    begin = tl.load(starts_ptr + run, mask=run < count, other=0)
-    end = tl.load(starts_ptr + run + 1, mask=run < count, other=0)
-    row = tl.load(rows_ptr + run, mask=run < count, other=0)
-    source = tl.load(firsts_ptr + run, mask=run < count, other=0)
-    for base in range((programs - 1 - pid) * RUNS, count, programs * RUNS):
-        run = base + programs * RUNS + tl.arange(0, RUNS)
-        next_begin = tl.load(starts_ptr + run, mask=run < count, other=0)
-        next_end = tl.load(starts_ptr + run + 1, mask=run < count, other=0)
-        next_row = tl.load(rows_ptr + run, mask=run < count, other=0)
-        next_source = tl.load(firsts_ptr + run, mask=run < count, other=0)
-        length = end - begin
-        short = (length > 0) & (length <= SHORT)
-        length = tl.where(short, length, 0)
-        row = row.to(tl.int64)
-        old = _table_rows(weight_ptr, row, short, dim, cols, ACC)
-        squares = _squares(state1_ptr, row, short, OPTIMIZER, ACC)
-        total = _gradient_rows(grad_ptr, offsets_ptr, source, short, dim, cols, MEAN, ACC, POLICY)
-        for first in range(1, tl.max(length, axis=0), UNROLL):
-            for step in tl.static_range(UNROLL):
-                used = first + step < length
-                source = tl.load(sources_ptr + begin + first + step, mask=used, other=0)
-                total += _gradient_rows(grad_ptr, offsets_ptr, source, used, dim, cols, MEAN, ACC, POLICY)
+    lane = tl.arange(0, SOME)
+    count = tl.load(counts_ptr + 2)
+    run = turn + tl.zeros([1], tl.int32)
+    begin = tl.load(some_ptr + run, mask=run < count, other=0)
+    row = tl.load(some_rows_ptr + run, mask=run < count, other=0)
+    for index in range(turn, count, programs):
+        run = index + programs + tl.zeros([1], tl.int32)
+        next_begin = tl.load(some_ptr + run, mask=run < count, other=0)
+        next_row = tl.load(some_rows_ptr + run, mask=run < count, other=0)
+        known = tl.full([1], 1, tl.int1)
+        place = tl.sum(begin, axis=0) + lane
+        used = _same(keys_ptr, place, tl.sum(row, axis=0), lane < SOME, num_ids)
+        source = tl.load(sources_ptr + place, mask=place < num_ids, other=0)
+        where = row.to(tl.int64)
+        old = _table_rows(weight_ptr, where, known, dim, cols, ACC)
+        squares = _squares(state1_ptr, where, known, OPTIMIZER, ACC)
+        total = _gradient_rows(grad_ptr, offsets_ptr, tl.where(used, source, 0), used, dim, cols, MEAN, ACC, POLICY)
         _apply(
-            weight_ptr, state1_ptr, state2_ptr, row, short, total, old, squares, dim, cols,
+            weight_ptr, state1_ptr, state2_ptr, where, known, tl.sum(total, axis=0)[None, :], old, squares, dim, cols,
             lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
         )  # fmt: skip
-        begin, end, row, source = next_begin, next_end, next_row, next_source
+        begin, row = next_begin, next_row
+
+    count = tl.load(counts_ptr + 1)
+    run = turn * FEW_RUNS + tl.arange(0, FEW_RUNS)
+    begin = tl.load(few_ptr + run, mask=run < count, other=0)
+    row = tl.load(few_rows_ptr + run, mask=run < count, other=0)
+    for base in range(turn * FEW_RUNS, count, programs * FEW_RUNS):
+        run = base + programs * FEW_RUNS + tl.arange(0, FEW_RUNS)
+        next_begin = tl.load(few_ptr + run, mask=run < count, other=0)
+        next_row = tl.load(few_rows_ptr + run, mask=run < count, other=0)
+        known = base + tl.arange(0, FEW_RUNS) < count
+        where = row.to(tl.int64)
+        old = _table_rows(weight_ptr, where, known, dim, cols, ACC)
+        squares = _squares(state1_ptr, where, known, OPTIMIZER, ACC)
+        total = tl.zeros([FEW_RUNS, BLOCK_D], ACC)
+        for step in tl.static_range(FEW):
+            used = _same(keys_ptr, begin + step, row, known, num_ids)
+            source = tl.load(sources_ptr + begin + step, mask=known & (begin + step < num_ids), other=0)
+            total += _gradient_rows(grad_ptr, offsets_ptr, tl.where(used, source, 0), used, dim, cols, MEAN, ACC, POLICY)
+        _apply(
+            weight_ptr, state1_ptr, state2_ptr, where, known, total, old, squares, dim, cols,
+            lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, OPTIMIZER, DECAY, ROUND, ACC,
+        )  # fmt: skip
+        begin, row = next_begin, next_row
+
+    if not early:
+        _update_ones(
+            weight_ptr, state1_ptr, state2_ptr, grad_ptr, offsets_ptr, one_ptr, one_rows_ptr, counts_ptr,
+            lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, turn, programs,
+            dim, ONE_RUNS, BLOCK_D, MEAN, POLICY, OPTIMIZER, DECAY, ROUND, ACC,
+        )  # fmt: skip
 
 
 # --- launches ------------------------------------------------------------------------------------------------------------------------
@@ -362,14 +432,15 @@ def embedding_sequence(weight: Tensor, ids: Tensor, *, check: bool = True) -> Te
 
 
 POOLED_ROWS = 8  # table rows in flight per program
-LISTS = False  # the update by lists of runs of like length, which no GPU has run yet
 BLOCK = 512  # positions per program of step 1
-COMPACT_BLOCK = 1024  # and of step 3; four times as many for more than 2^23 ids, as every program reads the counts of all before it
-PLAN_RUNS, PLAN_PROGRAMS = 1024, 528  # runs per program of step 4 at a time
-RUNS, UNROLL = 2, 2  # short runs at a time, and gradient rows of each in flight
-SHORT, SHARE = 16, 64  # gradient rows of the longest short run, and at least of a share of a longer one
+COMPACT_BLOCK = 1024  # and of step 3
+PLAN_RUNS, PLAN_PROGRAMS = 32, 528  # runs per program of step 4 at a time
+FEW, SOME = 4, 16  # gradient rows of the longest run of the second and of the third list
+ONE_RUNS, FEW_RUNS = 4, 2  # runs of the first and of the second list at a time
+SHARE = 64  # gradient rows of a longer run's share, at least
 SHARE_ITEMS = 8  # gradient rows of a share at a time
-PROGRAMS = 3696  # of step 5: 28 on each of the 132 multiprocessors, as many as their registers hold
+PROGRAMS = 28  # of step 5 on each multiprocessor, if its registers hold them
+MIXED = 1  # 0: runs of one gradient row last in every program; 1: first in every other one; 2: first in all
 GRADIENTS = "evict_last"  # where in L2 gradient rows, read again and again, should stay
 
 
@@ -388,50 +459,51 @@ def embedding_update_(
     no_key = _NO_KEY_32 if narrow else _NO_KEY_64
     keys = torch.empty(num_ids, dtype=torch.int32 if narrow else torch.int64, device=ids.device)
     bags = torch.empty(num_ids if offsets is not None else 0, dtype=torch.int32, device=ids.device)
-    counts = torch.empty(4, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(8, dtype=torch.int32, device=ids.device)  # of the four lists, then of shares
     num_bags = offsets.numel() - 1 if offsets is not None else 0
     offsets = offsets.contiguous() if offsets is not None else None
-    published = torch.empty(cdiv(num_ids, BLOCK), dtype=torch.int32, device=ids.device)
     kinds = (weight.dtype, grad_out.dtype, ids.dtype, offsets.dtype if offsets is not None else None, weight.shape[0] >> 31)
     launch(
         _prepare_kernel, cdiv(num_ids, BLOCK),
-        (ids, offsets, keys, bags, counts, published, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key),
+        (ids, offsets, keys, bags, counts, num_ids, num_bags, _steps(num_bags), weight.shape[0], no_key),
         (BLOCK, offsets is not None, check), num_warps=4, key=kinds, debug=check, sanitize_overflow=False,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
-    seed_32 = 0 if seed is None else (seed + 2**31) % 2**32 - 2**31  # only the low 32 bits count
-    scalars = (lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay)
-    if LISTS:
-        from kernels._embedding_lists import update_by_lists
-
-        update_by_lists(
-            weight, state1, state2, grad_out, keys, order, bags, offsets, no_key, scalars, seed_32, optimizer, mean, weight_decay != 0.0,
-            seed is not None, kinds,
-        )  # fmt: skip
-        return
-    starts, firsts, sources = (torch.empty(num_ids + 1, dtype=torch.int32, device=ids.device) for _ in range(3))
-    rows = torch.empty_like(keys)
-    block = COMPACT_BLOCK if num_ids <= 2**23 else 4 * COMPACT_BLOCK
+    most = [num_ids, num_ids // 2, num_ids // (FEW + 1), num_ids // (SOME + 1)]
+    most_shares = num_ids // SHARE + most[3]
+    sources, *entries, plan, arrived, shares = _cut([num_ids, *most, 3 * most[3], most[3], most_shares], torch.int32, ids.device)
+    lists = [part for pair in zip(entries, _cut(most, keys.dtype, ids.device), strict=True) for part in pair]  # entries and table rows of each
     launch(
-        _compact_kernel, cdiv(num_ids, block), (keys, order, bags, published, starts, rows, firsts, sources, counts, num_ids, no_key),
-        (block, offsets is not None), num_warps=block // 256, key=kinds,
+        _compact_kernel, cdiv(num_ids, COMPACT_BLOCK), (keys, order, bags, sources, *lists, counts, num_ids, no_key),
+        (COMPACT_BLOCK, offsets is not None, FEW, SOME), num_warps=COMPACT_BLOCK // 256, key=kinds,
     )  # fmt: skip
-    most_long = num_ids // (SHORT + 1) + 1
-    most_shares = num_ids // SHARE + most_long
-    long, arrived, shares = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (6 * most_long, most_long, most_shares))
     sums = torch.empty((most_shares, dim), dtype=accumulate_dtype(weight.dtype), device=ids.device)
-    programs = min(PLAN_PROGRAMS, cdiv(num_ids, PLAN_RUNS))
-    launch(_plan_kernel, programs, (starts, rows, counts, long, arrived, shares, programs), (PLAN_RUNS, SHORT, SHARE), num_warps=4, key=kinds)
+    programs = max(1, min(PLAN_PROGRAMS, cdiv(most[3], PLAN_RUNS)))
+    launch(
+        _plan_kernel, programs, (keys, *lists[6:], counts, plan, arrived, shares, num_ids, programs), (PLAN_RUNS, SHARE), num_warps=4, key=kinds
+    )
     block_d = next_power_of_2(dim)
-    programs = min(PROGRAMS, cdiv(num_ids, RUNS))
+    programs = min(PROGRAMS * _num_sms(ids.device), cdiv(num_ids, ONE_RUNS))
+    seed_32 = 0 if seed is None else (seed + 2**31) % 2**32 - 2**31  # only the low 32 bits count
     launch(
         _update_kernel, programs,
-        (weight, state1, state2, grad_out, sources, starts, rows, firsts, offsets, counts, long, arrived, shares, sums,
-         *scalars, seed_32, programs),
-        (dim, RUNS, UNROLL, SHARE_ITEMS, SHORT, block_d, mean, GRADIENTS, optimizer, weight_decay != 0.0, seed is not None,
-         _accumulator(weight.dtype)),
+        (weight, state1, state2, grad_out, keys, sources, offsets, *lists, counts, plan, arrived, shares, sums,
+         lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed_32, num_ids, programs),
+        (dim, ONE_RUNS, FEW_RUNS, FEW, SOME, SHARE_ITEMS, block_d, mean, GRADIENTS, optimizer, weight_decay != 0.0, seed is not None,
+         _accumulator(weight.dtype), MIXED),
         num_warps=max(1, block_d // 128), key=kinds,  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
     )  # fmt: skip
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _cut(sizes: list[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Tensors of at least `sizes` numbers in one allocation, each at a multiple of 256 bytes."""
+    unit = 256 // dtype.itemsize
+    padded = [-(-max(size, 1) // unit) * unit for size in sizes]
+    return list(torch.empty(sum(padded), dtype=dtype, device=device).split(padded))
 
 
 def embedding_dense_grad(grad_out: Tensor, ids: Tensor, offsets: Tensor | None, num_rows: int, mean: bool) -> Tensor:

@@ -11,10 +11,9 @@ runs every candidate whatever stands here, then `python -m benchmarks.kernels --
 BACKWARD = frozenset({
     ("softmax", 128, False, False), ("softmax", 64, False, False), ("gelu_fast", 128, False, False),
 })  # fmt: skip
-# Up to 256 keys, no mask by position: (head dim, softmax, queries at most 256) -> keys a block, stages, consumers, tiles an item
-# (`_attention_hopper_items`). [Measured H200, us at L <= 256 and at cross] without items 233, 1,182; (64, 5, 2, 2) 233, 1,167; (64, 4, 3, 3) 242,
-# 1,141. `_attention_hopper_units`, not checked against float64 on a GPU yet and off for it: (64, 4, 2, 2, 6, False) 227; (64, 4, 3, 8, 6, False)
-# 1,105; with 12 tiles an item 1,165, or 1,109 by TMA; 128 keys a block 266 and 1,256. The work map takes 9 of them
-FORWARD = {(128, True, False): (64, 4, 3, 3)}
+# Up to 256 keys, no mask by position: (head dim, softmax, queries at most 256) -> keys a block, stages, consumers, tiles of each in an item, tiles
+# in flight, whether whole tiles leave by TMA (`_attention_hopper_units`).
+# @MEASURED@
+FORWARD = {(128, True, True): (64, 4, 2, 2, 6, False), (128, True, False): (64, 4, 3, 8, 6, False)}
 # Slots of the Hopper backward of blocks of 64; 0: Triton's runs. Three slots passed without a causal mask; they were not timed
 BLOCK_SLOTS = 0

@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from kernels import _hopper_choices as choices
 from kernels._attention_hopper import hopper_forward_kernel
 from kernels._attention_hopper_bwd import hopper_backward_kernel
-from kernels._attention_hopper_items import hopper_items_kernel
 from kernels._attention_hopper_pair import hopper_dkdv_kernel, hopper_dq_kernel
 from kernels._attention_hopper_units import hopper_units_kernel
 from kernels._block_hopper import block_backward_kernel
@@ -27,8 +26,10 @@ BACKWARD_QUERIES = {64: 128, 128: 64}  # head dim -> queries per step of the bac
 # head dim -> keys (dQ) or queries (dK, dV) a step and stages of them, tiles of the other side in flight; softmax's dQ holds O's tile too.
 # [Measured H200, D=128, TFLOPS of the products, without O] dQ, L <= 1024: 600 with two tiles, 605 with one. dK and dV: two blocks of keys
 # 505 at L <= 1024, 257 at L <= 256, one block and a stage more 543 and 248. O read by the consumers instead of by TMA: dQ 547
-DQ_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 4, 1), (128, False): (64, 3, 2)}
-DKDV_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 3, 2), (128, False): (64, 4, 1)}  # (head dim, short)
+DQ_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 4, 1), (128, False): (64, 5, 1)}
+# Activations, L <= 1024 [us]: dQ with two tiles 2,718, with one and two stages more 2,658; dK and dV: two blocks of keys 3,460, one and a stage
+# more 3,628
+DKDV_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 3, 2), (128, False): (64, 4, 1)}  # (head dim, short or no softmax)
 LATE = frozenset()  # kinds whose dK and dV begin dP late
 # two of a program's warp groups compute; beside them a warp that loads, and two that zero tails and fetch statistics
 PARTITIONS = {"PRODUCERS": 1, "HELPERS": 2, "PRODUCER_REGISTERS": 24, "num_warps": 4}
@@ -92,7 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: 
     softmax = options.kind == "softmax"
     choice = choices.FORWARD.get((head_dim, softmax, max_q <= SHORT))
     if choice is not None and max_k <= SHORT and not options.causal and not options.window:
-        forward_items(q, k, v, out, lse, offsets, options, choice)
+        forward_units(q, k, v, out, lse, offsets, options, choice)
         return
     n, stages = FORWARD_TILES[head_dim, softmax and max_k > SHORT]
     tiles, count = ranked_tiles(*offsets, rows, 128, out)
@@ -103,24 +104,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: 
         rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), options.window, scale, 1.0 / options.divisor,
         **meta(q, options), N=n, D=head_dim, STAGES=stages,
         CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, num_warps=4,
-    )  # fmt: skip
-
-
-def forward_items(q, k, v, out, lse, offsets, options, choice: tuple[int, int, int, int]) -> None:
-    """As `forward`, by items of `choice`: keys a block, stages, consumers, tiles."""
-    rows, heads, head_dim = q.shape
-    softmax = options.kind == "softmax"
-    n, stages, consumers, tiles = choice
-    if tiles > 1 and (options.causal or options.window > 0):
-        raise ValueError(f"tiles: {tiles} an item share their keys, which a mask by position does not allow")
-    items, count = ranked_tiles(*offsets, rows, consumers * 64 * tiles, out)
-    scale = options.scale * LOG2E if softmax else options.scale
-    run(
-        hopper_items_kernel, (num_programs(q.device),),
-        descriptor(q, 64), descriptor(k, n), descriptor(v, n), out, lse if softmax else out, *offsets, items, count,
-        rows, heads, heads // k.shape[1], q.stride(1), k.stride(1), v.stride(1), options.window, scale, 1.0 / options.divisor,
-        **meta(q, options), N=n, D=head_dim, STAGES=stages, CONSUMERS=consumers, TILES=tiles,
-        CONSUMER_REGISTERS=160 if consumers == 3 else 240, **PARTITIONS,
     )  # fmt: skip
 
 
@@ -192,7 +175,7 @@ def backward_pair(
         *offsets, *tiles, *sizes, q.stride(1), grad.stride(1), o.stride(1), k.stride(1), v.stride(1), options.window, scale,
         options.scale / options.divisor, N=n, STAGES=stages, SLOTS=slots, **constants,
     )  # fmt: skip
-    n, stages, slots = DKDV_TILES[head_dim, max_q <= SHORT]
+    n, stages, slots = DKDV_TILES[head_dim, max_q <= SHORT or not softmax]
     run(
         hopper_dkdv_kernel, grid,
         descriptor(q, n), descriptor(grad, n), descriptor(k, 64), descriptor(v, 64), dk, dv, lse, delta,

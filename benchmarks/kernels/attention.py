@@ -57,8 +57,8 @@ def shapes() -> list[Shape]:
         Shape(
             name="softmax self q<=256 fill 0.5 B=1152", q_lengths=uniform(1152, 256, 0.5), fa2_here=True,
             targets=(250, 160), aims=(320, 210), peers={"fa4": (97, 119)},
-            note="forward tried [us, with the 9 of the work map]: tiles of 128 rows 233; keys kept for three tiles 242; tiles of 64 dealt out to two "
-            "consumers, keys staying, 227, to three 230; whole tiles by TMA 230; five stages 230 to 250; 128 keys a block 266 and more",
+            note="forward tried [us, with the 9 of the work map]: tiles of 128 rows 233; tiles of 64 dealt out to two consumers, keys staying, 227, "
+            "to three 230; whole tiles by TMA 230; five stages 230 to 250; 128 keys a block 266 and more",
         ),
         Shape(
             name="softmax self q<=2048 full B=576", q_lengths=uniform(576, 2048, 1.0), fa2_here=True,
@@ -69,8 +69,8 @@ def shapes() -> list[Shape]:
             name="softmax cross q<=2048 kv<=256 fill 0.5 B=1152", q_lengths=uniform(1152, 2048, 0.5),
             k_lengths=uniform(1152, 256, 0.5, seed=1), fa2_here=True,
             targets=(330, 220), aims=(390, 300), peers={"fa4": (117, 154)},
-            note="forward tried [ms]: keys not kept 1.18; for three tiles of three consumers 1.14; for 6, 12 and 24 tiles of 64 rows 1.21, 1.16, "
-            "1.11; 12 that leave by TMA 1.11; two consumers instead of three 1.14 to 1.17; 128 keys a block 1.26",
+            note="forward tried [ms]: keys not kept 1.18; kept for 6, 12 and 24 tiles of 64 rows 1.21, 1.16, 1.11; 12 that leave by TMA 1.11; two "
+            "consumers instead of three 1.14 to 1.17; 128 keys a block 1.26",
         ),
         Shape(
             name="softmax PMA q<=32 kv<=2048 fill 0.5 B=1152", q_lengths=uniform(1152, 32, 0.5), share=True,

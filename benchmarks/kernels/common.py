@@ -6,25 +6,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+CALLS, GRAPH_SECONDS = 10, 2e-3  # most calls in a timed graph, and how long it should be
 
 def seconds(function: Callable[[], object], *, graph: bool = True, window: float = 0.1, repeats: int = 40) -> float:
     """Median seconds of one call over about `window` seconds; the first call compiles. Inputs should exceed the 60 MB L2 cache.
 
-    With `graph` it replays a CUDA graph, which keeps host launch time out. Without (autograd cannot be captured apart from its forward)
-    the calls queue up, and host time hides only behind kernels that are longer than it.
+    With `graph` it replays a CUDA graph, which keeps host launch time out; one of up to CALLS calls that follow each other, for what begins and ends
+    a graph takes 3 to 4 us. Without (autograd cannot be captured apart from its forward) the calls queue up, and host time hides only behind
+    kernels that are longer than it.
     """
     function()
     torch.cuda.synchronize()
-    call = function
+    call, calls = function, 1
     if graph:
+        calls = max(1, min(CALLS, int(GRAPH_SECONDS / max(_timed(function), 1e-6))))
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
-            kept = function()  # noqa: F841 (its memory must outlive the replays)
+            for _ in range(calls):
+                kept = function()  # noqa: F841 (its memory must outlive the replays)
         call = captured.replay
     call()
     torch.cuda.synchronize()
     first = _timed(call)
-    return statistics.median(_timed_many(call, max(3, min(repeats, int(window / max(first, 1e-6))))))
+    return statistics.median(_timed_many(call, max(3, min(repeats, int(window / max(first, 1e-6)))))) / calls
 
 
 def _timed(function: Callable[[], object]) -> float:

@@ -157,20 +157,6 @@ def test_backward_apart_that_is_not_yet_default(kind, causal, window, head_dim):
         assert all(torch.equal(a, b) for a, b in zip(*runs[1:], strict=True))
 
 
-@pytest.mark.parametrize("tiles", [(64, 5, 2, 1), (64, 5, 2, 4), (64, 4, 3, 3), (128, 2, 2, 4)])
-@pytest.mark.parametrize("kind", ["softmax", "gelu_fast"])
-def test_forward_by_items_that_is_not_yet_default(kind, tiles):
-    from kernels import _hopper_launch
-
-    for lengths in ((Q_LENGTHS, K_LENGTHS), (RAGGED, RAGGED), (RAGGED, [x // 3 for x in RAGGED])):
-        case = _case(*lengths, head_dim=128)
-        out = torch.empty_like(case.q)
-        lse = torch.empty((4, case.q.shape[0] if kind == "softmax" else 0), device="cuda")
-        inputs = [x.detach() for x in (case.q, case.k, case.v)]
-        _hopper_launch.forward_items(*inputs, out, lse, (case.q_offsets, case.k_offsets), _options(kind, False, None, 128), tiles)
-        assert relative_error(out, case.reference(kind)) < BF16
-
-
 UNITS = [(64, 4, 3, 2, 6, True), (64, 5, 3, 4, 4, False), (64, 4, 2, 2, 6, True), (64, 2, 2, 8, 4, False), (64, 4, 2, 0, 6, False)]
 
 

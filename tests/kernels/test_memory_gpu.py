@@ -27,14 +27,6 @@ def test_norms_agree_with_the_cpu(dtype, shape):
     agreement.agree_norm("cuda", (dtype,), [shape])
 
 
-@pytest.mark.parametrize("case", agreement.EMBEDDING_CASES[2:], ids=lambda case: f"{len(case[0])}-bags-of-{case[3]}")
-def test_embedding_by_lists_that_are_not_yet_default(case, monkeypatch):
-    from kernels import _embedding_triton
-
-    monkeypatch.setattr(_embedding_triton, "LISTS", True)
-    agreement.agree_embedding("cuda", (torch.float32,), [case])
-
-
 def test_embedding_in_fp64():
     agreement.agree_embedding("cuda", (torch.float64,), agreement.EMBEDDING_CASES[3:4])
 
@@ -76,11 +68,8 @@ def test_table_past_2_to_31_elements():
     assert torch.equal(embedding.embedding_sequence(weight, ids), torch.full((4, dim), -1.0, device="cuda", dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("lists", [False, True], ids=["runs", "lists"])
-def test_skewed_update_repeats_bitwise_and_is_exact(lists, monkeypatch):
-    from kernels import _embedding_triton, embedding
-
-    monkeypatch.setattr(_embedding_triton, "LISTS", lists)
+def test_skewed_update_repeats_bitwise_and_is_exact():
+    from kernels import embedding
 
     ids = (torch.rand(300_000, device="cuda") ** 8 * 1000).long()  # the hottest row takes two fifths
     offsets = torch.arange(0, 300_001, 10, device="cuda")
