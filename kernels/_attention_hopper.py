@@ -56,6 +56,32 @@ def _activate(x, KIND: gl.constexpr, APPROX: gl.constexpr):
 
 
 @gluon.jit
+def _activate_both(x, KIND: gl.constexpr, APPROX: gl.constexpr):
+    """The activation and its derivative, sharing the transcendental."""
+    if KIND == "gelu":
+        square = x * x
+        inner = x * (0.7978845608028654 + 0.035677408136300125 * square)
+        if APPROX:
+            t = _tanh_approx(inner)
+        else:
+            t = 1.0 - 2.0 * _reciprocal(1.0 + gl.exp2(inner * 2.8853900817779268))
+        half = 0.5 + 0.5 * t
+        slope = (0.5 * x) * (1.0 - t * t) * (0.7978845608028654 + 0.1070322244089004 * square)
+        return x * half, half + slope
+    elif KIND == "silu":
+        if APPROX:
+            s = 0.5 + 0.5 * _tanh_approx(0.5 * x)
+        else:
+            s = _reciprocal(1.0 + gl.exp2(x * -1.4426950408889634))
+        value = x * s
+        return value, s + value - value * s
+    elif KIND == "relu":
+        return gl.maximum(x, 0.0), gl.where(x > 0, 1.0, 0.0)
+    else:
+        return x, gl.full(x.type.shape, 1.0, gl.float32, x.type.layout)
+
+
+@gluon.jit
 def _key_range(first, last, shift, k_len, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, N: gl.constexpr):
     """As `_attention_kernels._key_range`: touched columns `[low, high)`, unmasked ones `[full_low, full_high)`."""
     low = 0
@@ -72,6 +98,25 @@ def _key_range(first, last, shift, k_len, window, CAUSAL: gl.constexpr, WINDOW: 
             high = gl.minimum(k_len, gl.maximum(last + shift + window - 1, 0))
             full_high = gl.minimum(full_high, (gl.maximum(first + shift + window, 0) // N) * N)
     return low, gl.maximum(high, low), full_low, full_high
+
+
+@gluon.jit
+def _row_range(first, last, shift, q_len, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, M: gl.constexpr):
+    """As `_attention_kernels._row_range`: touched rows `[low, high)`, rows that keep every column `[full_low, full_high)`."""
+    low = 0
+    high = q_len
+    full_low = 0
+    full_high = q_len
+    if CAUSAL:
+        low = (gl.maximum(first - shift, 0) // M) * M
+        full_low = gl.maximum(last - 1 - shift, 0)
+    if WINDOW:
+        high = gl.minimum(high, gl.maximum(last - 1 + window - shift, 0))
+        full_high = gl.minimum(full_high, gl.maximum(first + window - shift, 0))
+        if not CAUSAL:
+            low = (gl.maximum(first - window + 1 - shift, 0) // M) * M
+            full_low = gl.maximum(last - window - shift, 0)
+    return gl.minimum(low, high), high, full_low, full_high
 
 
 @gluon.jit

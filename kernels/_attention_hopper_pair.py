@@ -25,9 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels._attention_hopper import M, _key_range, _read_tile, _zero_tail
+from kernels._attention_hopper import M, _activate_both, _key_range, _read_tile, _row_range, _zero_tail
 from kernels._attention_hopper import _select as _select_keys
-from kernels._attention_hopper_bwd import _activate_both, _row_range
 
 KEYS = gl.constexpr(128)  # keys of a program's block in the dK/dV kernel, 64 per consumer
 LOG2E = gl.constexpr(1.4426950408889634)

@@ -5,9 +5,7 @@ Nothing here reads a tensor's values, so nothing synchronises. Tiles depend on d
 
 Paths of the backward, all without atomics across programs, so that results repeat bitwise:
     few            few queries (max_q <= 64): one pass over the keys per (sequence, head)                       5 products
-    hopper_owner   one program per (sequence, K/V head), `_attention_hopper_bwd`                                5 products
-    hopper_split   few or very uneven sequences: a program per block of keys, then `queries_kernel` for dQ      7 products, even work
-    hopper_pair    dQ, then dK and dV, `_attention_hopper_pair`                                                 7 products
+    hopper         dQ, then dK and dV, `_attention_hopper_pair`                                                 7 products
     wide           heads of 256: dV, dK and dQ one after the other, `_attention_wide`                            8 products
     split          the same in Triton: bias, float32, head dims below 64, other GPUs                             7 products
 
@@ -24,9 +22,7 @@ from kernels._launch import cdiv, next_power_of_2, run
 from kernels._masks import edges_on
 from kernels._tiles import longest_first, tile_map, zero_unowned
 
-# [Measured H200, D=128, TFLOPS, the owner's] softmax 289, 270; silu, causal, L <= 2048 274, 243; no other bucket was compared
-SPLIT_IS_FASTER = {("softmax", 1024), ("silu", 2048)}
-PATHS = ("few", "hopper_owner", "hopper_split", "hopper_pair", "wide", "split")
+PATHS = ("few", "hopper", "wide", "split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +125,11 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if 0 in (q.shape[0], k.shape[0], q.shape[1]) or offsets[0].shape[0] < 2:
         return dq.zero_(), dk.zero_(), dv.zero_(), *(None if t is None else torch.zeros_like(t) for t in bias[:2])
-    path = path or backward_path(grad, q, k, v, out, offsets, bias, options, max_q, max_k)
-    if path == "hopper_pair":
+    path = path or backward_path(grad, q, k, v, out, offsets, bias, options, max_q)
+    if path == "hopper":
         from kernels import _hopper_launch
 
-        _hopper_launch.backward_pair(grad, q, k, v, out, lse, dq, dk, dv, offsets, options, max_q)
+        _hopper_launch.backward(grad, q, k, v, out, lse, dq, dk, dv, offsets, options, max_q)
         return dq, dk, dv, None, None
     if offsets[0] is offsets[1] and dq.shape[0] == dk.shape[0]:
         zero_unowned(offsets[0], dq, dk, dv)
@@ -142,18 +138,14 @@ def backward(
         zero_unowned(offsets[1], dk, dv)
     delta = _softmax_delta(grad, out) if options.kind == "softmax" else lse
     maxima = (_bucket(max_q), _bucket(max_k))
-    if path.startswith("hopper"):
-        from kernels import _hopper_launch
-
-        _hopper_launch.backward(grad, q, k, v, lse, delta, dq, dk, dv, offsets, options, owner=path == "hopper_owner")
-    elif path == "few":
+    if path == "few":
         _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, options, maxima, tiles)
     elif path == "wide":
         for which, target in (("values", dv), ("keys", dk)):
             _wide_keys(grad, q, k, v, lse, delta, target, offsets, options, tiles or WIDE_TILES[which], values=which == "values")
     else:
         _keys(grad, q, k, v, lse, delta, dk, dv, offsets, bias, options, maxima, tiles)
-    if path in ("split", "hopper_split", "wide"):
+    if path in ("split", "wide"):
         _queries(grad, q, k, v, lse, delta, dq, offsets, bias, options, maxima, (tiles or WIDE_TILES["queries"]) if path == "wide" else None)
     return dq, dk, dv, *_table_gradients(grad, q, k, v, lse, delta, offsets, bias, options)
 
@@ -175,26 +167,16 @@ def _table_gradients(grad, q, k, v, lse, delta, offsets, bias, options) -> list[
     ]  # fmt: skip
 
 
-def backward_path(grad, q, k, v, out, offsets, bias, options, max_q: int, max_k: int) -> str:
-    """Which kernels run, from what the host knows.
-
-    One program may own a whole sequence only if the others keep the remaining SMs busy meanwhile. sum(Lq * Lk) is not known here;
-    `total_q * total_k / B`, its value for even lengths, stands for it.
-    """
+def backward_path(grad, q, k, v, out, offsets, bias, options, max_q: int) -> str:
+    """Which kernels run, from what the host knows."""
     if max_q <= 64 and q.shape[1] == k.shape[1] and q.shape[2] <= 128 and q.dtype != torch.float32:
         return "few"
     from kernels import _hopper_launch  # Gluon's Hopper half; only where there is a GPU
 
-    num_sequences = offsets[0].shape[0] - 1
-    if not _hopper_launch.fits((q, k, v, grad, out), num_sequences, bias, options):
-        wide = q.shape[2] == 256 and q.dtype != torch.float32 and not _has_bias(bias)
-        return "wide" if wide else "split"
-    if (options.kind, q.shape[2], options.causal, options.window > 0) in _hopper_launch.choices.BACKWARD:
-        return "hopper_pair"
-    if (options.kind, _bucket(max_k)) in SPLIT_IS_FASTER:
-        return "hopper_split"
-    per_sm = k.shape[1] * q.shape[0] * k.shape[0] / num_sequences / _hopper_launch.num_programs(q.device)
-    return "hopper_owner" if 2 * max_q * max_k <= per_sm else "hopper_split"
+    if _hopper_launch.fits((q, k, v, grad, out), offsets[0].shape[0] - 1, bias, options):
+        return "hopper"
+    wide = q.shape[2] == 256 and q.dtype != torch.float32 and not _has_bias(bias)
+    return "wide" if wide else "split"
 
 
 def _few_queries(grad, q, k, v, lse, delta, dq, dk, dv, offsets, bias, options, maxima, tiles):

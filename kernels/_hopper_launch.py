@@ -8,12 +8,11 @@ from triton.experimental.gluon import language as gl
 
 from kernels import _hopper_choices as choices
 from kernels._attention_hopper import hopper_forward_kernel
-from kernels._attention_hopper_bwd import hopper_backward_kernel
 from kernels._attention_hopper_pair import hopper_dkdv_kernel, hopper_dq_kernel
 from kernels._attention_hopper_units import hopper_units_kernel
 from kernels._block_hopper import block_backward_kernel
 from kernels._launch import Box, run
-from kernels._tiles import RANKED, even_ranges, longest_first, ranked_tiles, tile_map, zero_unowned
+from kernels._tiles import RANKED, even_ranges, ranked_tiles, tile_map, zero_unowned
 
 LOG2E = 1.4426950408889634
 SHORT = 256  # keys at and below which half a block of 128 would be padding on average
@@ -21,7 +20,7 @@ SHORT = 256  # keys at and below which half a block of 128 would be padding on a
 # staging. [Measured H200, D=128] L <= 1024: softmax 478 TFLOPS with 128 keys, 445 with 64; gelu_fast 412 and 464. Causal silu,
 # L <= 2048: 419 and 449. Keys <= 256, softmax: cross 232 and 255, self 139 and 146
 FORWARD_TILES = {(64, True): (128, 3), (64, False): (128, 3), (128, True): (128, 2), (128, False): (64, 4)}
-BACKWARD_QUERIES = {64: 128, 128: 64}  # head dim -> queries per step of the backward: what its two score tiles leave of the registers
+HEAD_DIMS = (64, 128)
 
 # head dim -> keys (dQ) or queries (dK, dV) a step and stages of them, tiles of the other side in flight; softmax's dQ holds O's tile too.
 # [Measured H200, D=128, TFLOPS of the products, without O] dQ, L <= 1024: 600 with two tiles, 605 with one. dK and dV: two blocks of keys
@@ -41,7 +40,7 @@ def fits(tensors: tuple[Tensor, ...], num_sequences: int, bias: tuple, options) 
     return (
         _is_hopper(q.device)
         and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] in BACKWARD_QUERIES
+        and q.shape[2] in HEAD_DIMS
         and bias[0] is None
         and bias[1] is None
         and options.scale > 0
@@ -129,29 +128,6 @@ def forward_units(q, k, v, out, lse, offsets, options, choice: tuple[int, int, i
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    offsets: tuple[Tensor, Tensor], options, *, owner: bool,
-) -> None:  # fmt: skip
-    """Fill dk and dv, and with `owner` dq too."""
-    rows, heads, head_dim = q.shape
-    m = BACKWARD_QUERIES[head_dim]
-    if owner:
-        items, count = longest_first(*offsets), offsets[0].shape[0] - 1
-        scratch = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    else:
-        items, count = ranked_tiles(offsets[1], offsets[0], k.shape[0], 128)
-        scratch = dq
-    scale = options.scale * LOG2E if options.kind == "softmax" else options.scale
-    run(
-        hopper_backward_kernel, (num_programs(q.device),),
-        descriptor(q, m), descriptor(grad, m), descriptor(k, 128), descriptor(v, 128), dq, scratch, dk, dv, lse, delta,
-        *offsets, items, count, rows, heads, heads // k.shape[1], q.stride(1), grad.stride(1), k.stride(1), v.stride(1),
-        options.window, scale, options.scale / options.divisor, 1.0 / options.divisor,
-        **meta(q, options), OWNER=owner, M=m, D=head_dim, STAGES=2, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24, num_warps=4,
-    )  # fmt: skip
-
-
-def backward_pair(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     offsets: tuple[Tensor, Tensor], options, max_q: int,
 ) -> None:  # fmt: skip
@@ -203,7 +179,7 @@ def block_fits(tensors: tuple[Tensor, ...], block: int) -> bool:
         _is_hopper(q.device)
         and block == 64
         and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] in (64, 128)
+        and q.shape[2] in HEAD_DIMS
         and q.shape[1] == k.shape[1]
         and all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in tensors)
     )

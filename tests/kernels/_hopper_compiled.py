@@ -75,15 +75,13 @@ def main() -> int:
     launch.num_programs = lambda device: 132
     launch.ranked_tiles = lambda *_: (torch.zeros(4, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     launch.even_ranges = lambda *_: torch.zeros(134, dtype=torch.int32)
-    launch.longest_first = lambda *_: torch.zeros(5, dtype=torch.int32)
     launch.zero_unowned = lambda *_: None
     q, k, v, out, grad = (torch.zeros(640, 4, 128, dtype=torch.bfloat16) for _ in range(5))
-    edges, lse, delta = (torch.zeros(6, dtype=torch.int32),) * 2, torch.zeros(4, 640), torch.zeros(4, 640)
+    edges, lse = (torch.zeros(6, dtype=torch.int32),) * 2, torch.zeros(4, 640)
     for kind, causal, window in (("softmax", True, 100), ("softmax", False, 100), ("silu", True, 0), ("gelu_fast", False, 0)):
         chosen = options(kind, causal, window)
         launch.forward(q, k, v, out, lse, edges, chosen, 1024, 1024)
-        launch.backward_pair(grad, q, k, v, out, lse, out, out, out, edges, chosen, 1024)
-        launch.backward(grad, q, k, v, lse, delta, out, out, out, edges, chosen, owner=kind == "silu")
+        launch.backward(grad, q, k, v, out, lse, out, out, out, edges, chosen, 1024)
     for tiles in (2, 0):
         launch.forward_units(q, k, v, out, lse, edges, options("softmax", False, 0), (64, 4, 3, tiles, 6, True))
     wrong = [f"{name}: {use}" for name, kernel in compiled for use in stale_values(kernel.asm["ttgir"])]

@@ -148,7 +148,7 @@ def test_backward_apart_that_is_not_yet_default(kind, causal, window, head_dim):
         out = out if kind == "softmax" else case.grad
         runs = [
             _attention_triton().backward(
-                case.grad, *arguments, out, lse, offsets_of, none, options, max_q=longest, max_k=case.max_k, path="hopper_pair"
+                case.grad, *arguments, out, lse, offsets_of, none, options, max_q=longest, max_k=case.max_k, path="hopper"
             )[:3]
             for longest in (100, 600, 600)
         ]  # fmt: skip
@@ -282,9 +282,9 @@ def test_empty_batches_and_rows(lengths):
 
 def test_a_new_batch_compiles_nothing():
     from kernels._attention_triton import kernel
-    from kernels._hopper_launch import hopper_backward_kernel, hopper_dkdv_kernel, hopper_dq_kernel, hopper_forward_kernel
+    from kernels._hopper_launch import hopper_dkdv_kernel, hopper_dq_kernel, hopper_forward_kernel
 
-    hopper = (hopper_forward_kernel, hopper_backward_kernel, hopper_dq_kernel, hopper_dkdv_kernel)
+    hopper = (hopper_forward_kernel, hopper_dq_kernel, hopper_dkdv_kernel)
     watched = (*hopper, kernel.attention_forward_kernel, kernel.keys_kernel)
 
     def compiled() -> int:
