@@ -151,6 +151,35 @@ def _zero_tail(tile, length, N: gl.constexpr, D: gl.constexpr, WARPS: gl.constex
 
 
 @gluon.jit
+def _copy_in(desc, row, column, ready, tile):
+    """Start the copy of one tile by TMA; `ready` is told when it is there."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [row, column], ready, tile)
+
+
+@gluon.jit
+def _hand_back(step, low, high, k_ready, k_empty, v_ready, v_empty, N: gl.constexpr, STAGES: gl.constexpr):
+    """Wait for the blocks of keys of `[low, high)` and give their buffers back unused. Returns the step after them."""
+    for _start in range(low, high, N):
+        stage = step % STAGES
+        mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
+        mbarrier.arrive(k_empty.index(stage))
+        mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
+        mbarrier.arrive(v_empty.index(stage))
+        step += 1
+    return step
+
+
+@gluon.jit
+def _put_zeros(base, begin, length, stride, dtype: gl.constexpr, D: gl.constexpr):
+    """Zero the rows `[begin, begin + M)` below `length`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    rows = begin + gl.arange(0, M, gl.SliceLayout(1, layout))
+    pointers = base + rows[:, None] * stride + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+    gl.store(pointers, gl.zeros([M, D], dtype, layout), mask=(rows < length)[:, None])
+
+
+@gluon.jit
 def _produce(
     q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP: gl.constexpr, q_head, k_head, v_head, window,
     q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail,
@@ -168,30 +197,18 @@ def _produce(
             for half in gl.static_range(2):
                 slot = 2 * (done & 1) + half
                 mbarrier.wait(q_empty.index(slot), ((done >> 1) & 1) ^ 1)
-                mbarrier.expect(q_ready.index(slot), q_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    q_desc, [q_start + first + half * M, head * q_head], q_ready.index(slot), q_smem.index(slot)
-                )
+                _copy_in(q_desc, q_start + first + half * M, head * q_head, q_ready.index(slot), q_smem.index(slot))
             done += 1
             for start in range(low, high, N):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
                 mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    k_desc, [k_start + start, (head // GROUP) * k_head], k_ready.index(stage), k_smem.index(stage)
-                )
+                _copy_in(k_desc, k_start + start, (head // GROUP) * k_head, k_ready.index(stage), k_smem.index(stage))
                 mbarrier.wait(v_empty.index(stage), phase ^ 1)
                 if start + N <= k_len:
-                    mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        v_desc, [k_start + start, (head // GROUP) * v_head], v_ready.index(stage), v_smem.index(stage)
-                    )
+                    _copy_in(v_desc, k_start + start, (head // GROUP) * v_head, v_ready.index(stage), v_smem.index(stage))
                 else:
-                    mbarrier.expect(tail, v_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        v_desc, [k_start + start, (head // GROUP) * v_head], tail, v_smem.index(stage)
-                    )
+                    _copy_in(v_desc, k_start + start, (head // GROUP) * v_head, tail, v_smem.index(stage))
                     mbarrier.wait(tail, tails & 1)
                     tails += 1
                     _zero_tail(v_smem.index(stage), k_len - start, N, D, WARPS)
@@ -200,17 +217,23 @@ def _produce(
 
 
 @gluon.jit
+def _kept(keep, delta, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """The pairs of `keep` that the masks keep too; `delta`: how far the key lies before the query."""
+    if CAUSAL:
+        keep = keep & (delta >= 0)
+    if WINDOW:
+        keep = keep & (delta < window)
+        if not CAUSAL:
+            keep = keep & (delta > -window)
+    return keep
+
+
+@gluon.jit
 def _select(s, start, rows, k_len, shift, window, fill, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
     columns = start + gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
     keep = (columns < k_len)[None, :] & (rows == rows)[:, None]
     if CAUSAL or WINDOW:
-        delta = rows[:, None] + shift - columns[None, :]
-        if CAUSAL:
-            keep = keep & (delta >= 0)
-        if WINDOW:
-            keep = keep & (delta < window)
-            if not CAUSAL:
-                keep = keep & (delta > -window)
+        keep = _kept(keep, rows[:, None] + shift - columns[None, :], window, CAUSAL, WINDOW)
     return gl.where(keep, s, fill)
 
 
@@ -307,13 +330,7 @@ def _consume(
                 step += 1
             else:  # no row of this consumer is left: only hand the buffers back
                 mbarrier.arrive(q_empty.index(slot))
-                for _start in range(low, high, N):
-                    stage = step % STAGES
-                    mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
-                    mbarrier.arrive(k_empty.index(stage))
-                    mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
-                    mbarrier.arrive(v_empty.index(stage))
-                    step += 1
+                step = _hand_back(step, low, high, k_ready, k_empty, v_ready, v_empty, N, STAGES)
             done += 1
         if begin < q_len:
             if KIND == "softmax":

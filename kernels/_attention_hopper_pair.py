@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels._attention_hopper import M, _activate_both, _key_range, _read_tile, _row_range, _zero_tail
+from kernels._attention_hopper import M, _activate_both, _copy_in, _hand_back, _kept, _key_range, _put_zeros, _read_tile, _row_range, _zero_tail
 from kernels._attention_hopper import _select as _select_keys
 
 KEYS = gl.constexpr(128)  # keys of a program's block in the dK/dV kernel, 64 per consumer
@@ -38,13 +38,7 @@ def _select_rows(x, start, columns, k_len, shift, window, CAUSAL: gl.constexpr, 
     rows = start + gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
     keep = (columns < k_len)[:, None] & (rows >= 0)[None, :]
     if CAUSAL or WINDOW:
-        delta = rows[None, :] + shift - columns[:, None]
-        if CAUSAL:
-            keep = keep & (delta >= 0)
-        if WINDOW:
-            keep = keep & (delta < window)
-            if not CAUSAL:
-                keep = keep & (delta > -window)
+        keep = _kept(keep, rows[None, :] + shift - columns[:, None], window, CAUSAL, WINDOW)
     return gl.where(keep, x, 0.0)
 
 
@@ -104,14 +98,11 @@ def _dq_produce(
                 row = k_start + start
                 column = (head // GROUP) * k_head
                 if start + N <= k_len:
-                    mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(k_desc, [row, column], k_ready.index(stage), k_smem.index(stage))
+                    _copy_in(k_desc, row, column, k_ready.index(stage), k_smem.index(stage))
                 else:  # the helper zeroes foreign keys and hands the tile over
-                    mbarrier.expect(tail.index(stage), k_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(k_desc, [row, column], tail.index(stage), k_smem.index(stage))
+                    _copy_in(k_desc, row, column, tail.index(stage), k_smem.index(stage))
                 mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_desc, [row, (head // GROUP) * v_head], v_ready.index(stage), v_smem.index(stage))
+                _copy_in(v_desc, row, (head // GROUP) * v_head, v_ready.index(stage), v_smem.index(stage))
                 step += 1
 
 
@@ -248,21 +239,11 @@ def _dq_consume(
                 step += 1
                 _put(q, base, begin, q_len, H * D, acc * dq_scale, D)
             else:  # no row of this consumer is left: only hand the buffers back
-                for _start in range(low, high, N):
-                    stage = step % STAGES
-                    phase = (step // STAGES) & 1
-                    mbarrier.wait(k_ready.index(stage), phase)
-                    mbarrier.arrive(k_empty.index(stage))
-                    mbarrier.wait(v_ready.index(stage), phase)
-                    mbarrier.arrive(v_empty.index(stage))
-                    step += 1
+                step = _hand_back(step, low, high, k_ready, k_empty, v_ready, v_empty, N, STAGES)
             mbarrier.arrive(q_empty.index(slot))
             done += 1
         elif begin < q_len:  # rows that keep no column
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-            bare = begin + gl.arange(0, M, gl.SliceLayout(1, layout))
-            pointers = base + bare[:, None] * (H * D) + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-            gl.store(pointers, gl.zeros([M, D], dtype, layout), mask=(bare < q_len)[:, None])
+            _put_zeros(base, begin, q_len, H * D, dtype, D)
 
 
 @gluon.jit(do_not_specialize=["total_q", "window"])
@@ -370,10 +351,8 @@ def _kv_produce(
                     mbarrier.wait(q_empty.index(stage), ((step // STAGES) & 1) ^ 1)
                     row = q_start + start
                     if start + N <= q_len:
-                        mbarrier.expect(q_ready.index(stage), q_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(q_desc, [row, head * q_head], q_ready.index(stage), q_smem.index(stage))
-                        mbarrier.expect(do_ready.index(stage), do_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(do_desc, [row, head * do_head], do_ready.index(stage), do_smem.index(stage))
+                        _copy_in(q_desc, row, head * q_head, q_ready.index(stage), q_smem.index(stage))
+                        _copy_in(do_desc, row, head * do_head, do_ready.index(stage), do_smem.index(stage))
                     else:
                         mbarrier.expect(tail.index(stage), q_desc.block_type.nbytes + do_desc.block_type.nbytes)
                         tma.async_copy_global_to_shared(q_desc, [row, head * q_head], tail.index(stage), q_smem.index(stage))
@@ -523,12 +502,8 @@ def _kv_consume(
                         step += 1
             mbarrier.arrive(kv_empty.index(slot))
         elif begin < k_len:  # keys that no query keeps
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-            rows = begin + gl.arange(0, M, gl.SliceLayout(1, layout))
-            places = rows[:, None] * (kv_heads * D) + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-            nothing = gl.zeros([M, D], dtype, layout)
-            gl.store(dk + base + places, nothing, mask=(rows < k_len)[:, None])
-            gl.store(dv + base + places, nothing, mask=(rows < k_len)[:, None])
+            _put_zeros(dk + base, begin, k_len, kv_heads * D, dtype, D)
+            _put_zeros(dv + base, begin, k_len, kv_heads * D, dtype, D)
 
 
 @gluon.jit(do_not_specialize=["total_q", "window"])

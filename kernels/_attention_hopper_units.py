@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels._attention_hopper import M, _key_range, _weigh, _zero_tail
+from kernels._attention_hopper import M, _copy_in, _hand_back, _key_range, _put_zeros, _weigh, _zero_tail
 from kernels._attention_hopper_pair import _put
 
 
@@ -84,8 +84,7 @@ def _produce(
             if (first < q_len) & (high > low):
                 slot = done % SLOTS
                 mbarrier.wait(q_empty.index(slot), ((done // SLOTS) & 1) ^ 1)
-                mbarrier.expect(q_ready.index(slot), q_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(q_desc, [q_start + first, head * q_head], q_ready.index(slot), q_smem.index(slot))
+                _copy_in(q_desc, q_start + first, head * q_head, q_ready.index(slot), q_smem.index(slot))
                 done += 1
             # after a round of tiles, one for each consumer: once if the keys stay
             last = (part % CONSUMERS == CONSUMERS - 1) | (first + M >= q_len)
@@ -94,17 +93,14 @@ def _produce(
                     stage = step % STAGES
                     phase = (step // STAGES) & 1
                     mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                    mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
                     row = k_start + start
-                    tma.async_copy_global_to_shared(k_desc, [row, (head // GROUP) * k_head], k_ready.index(stage), k_smem.index(stage))
+                    _copy_in(k_desc, row, (head // GROUP) * k_head, k_ready.index(stage), k_smem.index(stage))
                     mbarrier.wait(v_empty.index(stage), phase ^ 1)
                     column = (head // GROUP) * v_head
                     if start + N <= k_len:
-                        mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(v_desc, [row, column], v_ready.index(stage), v_smem.index(stage))
+                        _copy_in(v_desc, row, column, v_ready.index(stage), v_smem.index(stage))
                     else:  # the helper zeroes foreign values and hands the tile over
-                        mbarrier.expect(tail.index(stage), v_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(v_desc, [row, column], tail.index(stage), v_smem.index(stage))
+                        _copy_in(v_desc, row, column, tail.index(stage), v_smem.index(stage))
                     step += 1
 
 
@@ -235,16 +231,9 @@ def _consume(
                     if not resident:
                         step += blocks
                 elif (tile * CONSUMERS < here) & ((tile == 0) | (not resident)):  # nothing to do in this round: only hand the buffers back
-                    block = step
-                    for _start in range(low, high, N):
-                        stage = block % STAGES
-                        mbarrier.wait(k_ready.index(stage), (block // STAGES) & 1)
-                        mbarrier.arrive(k_empty.index(stage))
-                        mbarrier.wait(v_ready.index(stage), (block // STAGES) & 1)
-                        mbarrier.arrive(v_empty.index(stage))
-                        block += 1
+                    after = _hand_back(step, low, high, k_ready, k_empty, v_ready, v_empty, N, STAGES)
                     if not resident:
-                        step += blocks
+                        step = after
             if resident:
                 step += blocks
             done += here
@@ -256,10 +245,7 @@ def _consume(
                         rows = begin + gl.arange(0, M, gl.SliceLayout(1, s_layout))
                         nowhere = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
                         gl.store(stats + rows, nowhere, mask=rows < q_len)
-                    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-                    bare = begin + gl.arange(0, M, gl.SliceLayout(1, layout))
-                    pointers = base + bare[:, None] * (H * D) + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-                    gl.store(pointers, gl.zeros([M, D], dtype, layout), mask=(bare < q_len)[:, None])
+                    _put_zeros(base, begin, q_len, H * D, dtype, D)
 
 
 @gluon.jit(do_not_specialize=["total_q"])
