@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -70,15 +71,20 @@ def environment() -> dict[str, str]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
-        try:
-            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
-        except (OSError, subprocess.CalledProcessError):
-            driver = "-"
+        driver = _driver()
     return {
         "device": device, "driver": driver, "torch": version("torch"), "triton": version("triton"),
         "cpu": f"{_cpu_name()} ({os.cpu_count()} cores)", "python": platform.python_version(),
     }
+
+
+@functools.cache
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "-"
 
 
 def _cpu_name() -> str:

@@ -1,5 +1,7 @@
 """Attention of torch beside ours, in a process of its own: `python -m benchmarks.kernels._peers flex|cudnn` prints a JSON line a shape.
 
+`... flex I N` takes shapes I, I + N, ... only: several at once fill the compiler's cache before the timed run.
+
 FlexAttention runs over the packed batch with a document mask whose blocks are built from the offsets. cuDNN takes nested jagged tensors
 if torch lets it, else a padded batch (what it computes for the padding then counts in its time and not in its FLOPs).
 """
@@ -85,13 +87,12 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, q_lengths: Tensor, k_lengths: Tensor)
 PEERS = {"flex": flex, "cudnn": cudnn}
 
 
-def measure(peer: str, device: str = "cuda") -> Iterator[dict]:
-    """Seconds of forward and backward at every softmax shape, or what went wrong there."""
+def measure(peer: str, first: int = 0, step: int = 1, device: str = "cuda") -> Iterator[dict]:
+    """Seconds of forward and backward at every `step`-th softmax shape, or what went wrong there."""
     from benchmarks.kernels import attention
 
-    for shape in attention.shapes():
-        if shape.kind != "softmax" or shape.block is not None or shape.share:
-            continue
+    dense = [x for x in attention.shapes() if x.kind == "softmax" and x.block is None and not x.share and not x.fp8]
+    for shape in dense[first::step]:
         q_lengths = shape.q_lengths
         k_lengths = q_lengths if shape.k_lengths is None else shape.k_lengths
         generator = torch.Generator(device).manual_seed(0)
@@ -115,5 +116,5 @@ def measure(peer: str, device: str = "cuda") -> Iterator[dict]:
 
 
 if __name__ == "__main__":
-    for row in measure(sys.argv[1]):
+    for row in measure(sys.argv[1], *map(int, sys.argv[2:4])):
         print(json.dumps(row), flush=True)
