@@ -10,9 +10,9 @@ Weights and score gradients are register operands of the products that follow. A
 it zeroes foreign rows of a sequence's last tile (a neighbour's NaN must not meet our zeros) and fetches the row statistics.
 Foreign rows matter only where they are summed over: K in the dQ kernel, Q and dO in the dK/dV kernel.
 
-The helpers do not read the next item ahead: Triton 3.6's loop-aware CSE drops a loop-carried value that is used only as a bound of an inner loop
-(the first iteration's stays), and where a mask by position bounds the helper's loop, nothing else uses the block's first key. It then
-waited for tiles that never come. `tests/kernels/test_hopper_compiled.py` looks for the like in what is compiled.
+Triton 3.6's loop-aware CSE drops a loop-carried value that is used only as a bound of an inner loop (the first iteration's stays). Where a mask by
+position bounds the helper's loop, nothing else would use the block's first key and the number of keys, and it once waited for tiles that never
+came; hence one use of both that means nothing. `tests/kernels/test_hopper_compiled.py` looks for the like in what is compiled.
 """
 
 from triton.experimental import gluon
@@ -372,8 +372,14 @@ def _kv_help(
     step = 0
     seen = 0
     total = gl.load(count) * kv_heads
+    head_next, first_next, q_start_next, q_len_next, k_start_next, k_len_next = _read_block(
+        q_offsets, k_offsets, items, gl.program_id(0), total, kv_heads
+    )
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        kv_head, first, q_start, q_len, _k_start, k_len = _read_block(q_offsets, k_offsets, items, index, total, kv_heads)
+        kv_head, first, q_start, q_len, _k_start, k_len = head_next, first_next, q_start_next, q_len_next, k_start_next, k_len_next
+        head_next, first_next, q_start_next, q_len_next, k_start_next, k_len_next = _read_block(
+            q_offsets, k_offsets, items, index + gl.num_programs(0), total, kv_heads
+        )
         low, high, _a, _b = _row_range(first, gl.minimum(first + KEYS, k_len), k_len - q_len, q_len, window, CAUSAL, WINDOW, N)
         for sub in range(GROUP):
             head = kv_head * GROUP + sub
@@ -395,7 +401,7 @@ def _kv_help(
                     _zero_tail(q_smem.index(stage), q_len - start, N, D, HELPERS)
                     mbarrier.arrive(q_ready.index(stage))
                     _zero_tail(do_smem.index(stage), q_len - start, N, D, HELPERS)
-                    mbarrier.arrive(do_ready.index(stage))
+                    mbarrier.arrive(do_ready.index(stage), pred=(first >= 0) & (k_len >= 0))  # always: see above
                 step += 1
 
 

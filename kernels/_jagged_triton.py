@@ -53,15 +53,21 @@ def _jagged_to_padded_kernel(
     length = tl.load(offsets_ptr + row + 1).to(tl.int64) - start
     if CHECK:
         tl.device_assert(length <= max_len, "jagged_to_padded: a row is longer than max_len")
-    flat = tl.cast(pid % chunks, tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    data = tl.load(values_ptr + start * dim + flat, mask=flat < length * dim, other=0.0)
+    width = tl.cast(max_len, tl.int64) * dim
+    begin = tl.cast(pid % chunks, tl.int64) * CHUNK
+    lane = tl.arange(0, CHUNK)
+    own = tl.minimum(length * dim - begin, CHUNK).to(tl.int32)  # numbers of the chunk that the row has; none or fewer than none: padding alone
+    inside = lane < tl.minimum(width - begin, CHUNK).to(tl.int32)
+    target = out_ptr + row * width + begin + lane
     if PADDING_IN_MEMORY:
-        fill = tl.load(padding)
+        fill = tl.load(padding + lane * 0)
     else:
         fill = tl.full([CHUNK], padding, tl.float32).to(values_ptr.dtype.element_ty)
-    data = tl.where(flat < length * dim, data, fill)
-    width = tl.cast(max_len, tl.int64) * dim
-    tl.store(out_ptr + row * width + flat, data, mask=flat < width)
+    if own > 0:
+        data = tl.load(values_ptr + start * dim + begin + lane, mask=lane < own, other=0.0)
+        tl.store(target, tl.where(lane < own, data, fill), mask=inside)
+    else:
+        tl.store(target, fill, mask=inside)
 
 
 @triton.jit(do_not_specialize=["max_len", "total", "num_rows", "steps"])

@@ -17,8 +17,8 @@ NAME = "kernels-h200"
 TITLE = "Kernels on one H200"
 INTRO = """TFLOPS count true query-key pairs: forward 4 H D sum(Lq Lk), backward 2.5 times that, causal half. Shares are of the copy rate,
 measured in the same run, with every input read once and every output written once. Times are medians; host launch time is kept out
-by CUDA graphs, except in the backward of attention's peers. A peer's figure was measured in the same run where the note says so, else it
-is the one of the same shape on another lent H200 (torch 2.11, triton 3.6, 2026-11-29)."""
+by CUDA graphs of up to ten calls (2 ms), except in the backward of attention's peers. A peer's figure was measured in the same run where the
+note says so, else it is the one of the same shape on another lent H200 (torch 2.11, triton 3.6, 2026-11-29)."""
 
 
 def families() -> dict:
