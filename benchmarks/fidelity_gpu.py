@@ -45,7 +45,7 @@ from costmodel.runresult import PHASES
 from costmodel.samples import Environment, Sample, read_samples, write_samples
 
 # Seconds of measured steps that a run aims at, and its bounds [steps].
-RUN_SECONDS, MIN_STEPS, MAX_STEPS = 1.0, 8, 100
+RUN_SECONDS, MIN_STEPS, MAX_STEPS = 0.6, 8, 100
 # Plans that give the intervals, and what is added to the seed for them.
 RESIDUALS, RESIDUAL_SEED = 24, 1_000_003
 ALLOCATOR, SAMPLES, MEASURED = "PYTORCH_CUDA_ALLOC_CONF", "samples.jsonl", "measured.json"
