@@ -3,7 +3,7 @@
     model     blocks of one kind, width and depth; head dims that the kernels have; Wukong layers over the features of two models in five, behind an
               InterFormer layer in a third of those; 4-24 tables of 100,000 or a million rows
     workload  histories up to 256-2048 events, uniform, lognormal or all equal; 32 thousand to 500 thousand events a batch
-    plans     bf16 with each checkpoint policy on 1 or 2 micro-batches, and fp32 where its steps stay below a quarter of a second
+    plans     bf16 with each checkpoint policy on 1 or 2 micro-batches or with CUDA graphs, and fp32 where its steps stay below a quarter of a second
 
 A draw is a function of (seed, group). Draws whose loader, one thread that builds synthetic ids, would take longer than the step are drawn
 again: they would time NumPy. Calibration subjects come from the same distribution with a seed of their own; no drawn one equals any of them.
@@ -84,6 +84,7 @@ def draw_group(cluster: Cluster, *, seed: int, group: int) -> list[Plan]:
     rng = np.random.default_rng([seed, group])
     model, workload = _draw_subject(rng, cluster, name=f"fidelity-{seed}-{group}", kind=KINDS[int(rng.integers(len(KINDS)))])
     options = [{"checkpoint": policy, "accumulation": micro} for policy in POLICIES for micro in (1, 2)]
+    options += [{"checkpoint": policy, "execution": "cuda_graph"} for policy in POLICIES]
     plain = _one(model, workload, cluster)
     wide = not has_crossing(model) and model_flops(plain) / FP32_RATE < FP32_SECONDS and rng.random() < FP32_SHARE
     chosen = [options[i] for i in sorted(rng.choice(len(options), size=PLANS_PER_GROUP - wide, replace=False))]
@@ -139,8 +140,9 @@ def has_crossing(model: Model) -> bool:
     return any(layer.kind == "interformer" for layer in model.interaction_layers)
 
 
-def _one(model: Model, workload: Workload, cluster: Cluster, *, precision: str = "bf16", checkpoint: str = "none", accumulation: int = 1) -> Plan:
-    return _plan(model, workload, cluster, ranks=1, checkpoint=checkpoint, sharding="table_wise", precision=precision, execution="eager",
+def _one(model: Model, workload: Workload, cluster: Cluster, *, precision: str = "bf16", checkpoint: str = "none", accumulation: int = 1,
+         execution: str = "eager") -> Plan:
+    return _plan(model, workload, cluster, ranks=1, checkpoint=checkpoint, sharding="table_wise", precision=precision, execution=execution,
                  accumulation=accumulation, ddp=False)  # fmt: skip
 
 
@@ -151,5 +153,5 @@ def describe() -> str:
             f"hidden {FM_HIDDEN}, in a third of those behind an InterFormer layer; tables {NUM_TABLES} of {TABLE_ROWS} rows x {TABLE_DIMS}; "
             f"histories {', '.join(LENGTH_KINDS)} up to {MAXIMUM_LENGTHS} events; "
             f"{TOKENS[0]:.0f}-{TOKENS[1]:.0f} events a batch; "
-            f"bf16 with checkpoint {', '.join(POLICIES)} x accumulation 1, 2, and fp32 (probability {FP32_SHARE}, below "
-            f"{FP32_SECONDS} s); eager (compiled steps are left out: compiling each plan would take longer than all else); one H200")
+            f"bf16 with checkpoint {', '.join(POLICIES)} x (accumulation 1, 2, or CUDA graphs), and fp32 (probability {FP32_SHARE}, below "
+            f"{FP32_SECONDS} s); eager or graphs (compiled steps are left out: compiling each plan would take longer than all else); one H200")
