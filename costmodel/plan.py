@@ -144,7 +144,8 @@ class Plan:
     whose speed says nothing. `ne_tolerance`: relative NE that `planner validate` allows the plan over itself in 16 bits.
     `input_overlap`: the ids of the next micro-batch are exchanged while this one is computed, instead of when they are needed.
     `tables_ahead`: with several replicas of a sparse group, 0: their collectives are waited for where they are issued; n > 0: they run beside
-    compute, and fully sharded 2D gathers whole shards for the update when backward has n blocks to go.
+    compute, and fully sharded 2D gathers whole shards for the update when backward has n blocks to go. `moment_scaled`: tables' Adagrad divides its
+    sums of squares by the number of sparse replicas before the root.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -161,6 +162,7 @@ class Plan:
     exchange: Literal["rows", "pooled"] = "rows"
     input_overlap: bool = False
     tables_ahead: int = 0
+    moment_scaled: bool = False
     wire: Wire | None = None
     wire_gradients: Wire | None = None
     gather_dtype: Literal["fp8"] | None = None

@@ -122,13 +122,14 @@ class ScenarioFile(_Part):
     gather_dtype: Literal["fp8"] | None = None
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     recipe: tuple[RecipeOption, ...] = ()
+    moment_scaled: bool = False
     exclude: ExcludeFile = ExcludeFile()
     search: SearchFile = SearchFile()
     tolerance: Number = pydantic.Field(default=0.35, gt=0)
     ne_tolerance: Number = pydantic.Field(default=0.0005, gt=0)
     seed: Count = pydantic.Field(default=0, ge=0)
     input_overlap: bool | None = None
-    tables_ahead: Annotated[int, pydantic.Field(ge=0)] | None = None
+    tables_ahead: Count | None = pydantic.Field(default=None, ge=0)
     variants: tuple[VariantFile, ...] = ()
     vary: dict[str, Annotated[tuple[Any, ...], pydantic.Field(min_length=1)]] = {}
 
@@ -163,6 +164,7 @@ class Pins:
     wire_gradients: str | None = None
     gather_dtype: str | None = None
     reduce_dtype: str = "fp32"
+    moment_scaled: bool = False
     recipe: tuple[str, ...] = ()
     exclude: Exclusions = Exclusions()
 
@@ -408,7 +410,7 @@ def _convert(parsed: ScenarioFile, document: Document, changes: tuple[Change, ..
         **{
             name: getattr(parsed, name)
             for name in ("local_batch", "accumulation", "batching", "transport", "execution", "precision", "checkpoint", "sharding", "wire",
-                         "wire_gradients", "gather_dtype", "reduce_dtype", "recipe")
+                         "wire_gradients", "gather_dtype", "reduce_dtype", "recipe", "moment_scaled")
         },
     )
     left_out = [((slot, *path), value) for slot in _SLOTS for path, value in defaults(getattr(parsed, slot))]

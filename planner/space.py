@@ -541,8 +541,9 @@ def _wires(scenario: ResolvedScenario) -> list[Excluded]:
 
 
 def low_precision_pins(scenario: ResolvedScenario) -> dict[str, object]:
-    """The fields of Plan that only a scenario decides, as they change training: formats on the wire, and what layers below 16 bits do besides."""
-    return {name: getattr(scenario.pins, name) for name in ("wire", "wire_gradients", "gather_dtype", "reduce_dtype", "recipe")
+    """The fields of Plan that only a scenario decides, as they change training: formats on the wire, what layers below 16 bits do besides, and how
+    replicas' Adagrad steps."""
+    return {name: getattr(scenario.pins, name) for name in ("wire", "wire_gradients", "gather_dtype", "reduce_dtype", "recipe", "moment_scaled")
             } | {"ne_tolerance": scenario.ne_tolerance}
 
 

@@ -18,7 +18,8 @@ that reading the counts waits for nothing else.
 
 Gradients are those of the mean loss over the sparse group's samples. With several replicas of the group (plain 2D) every replica updates its
 own copy from its own samples; every `sync_every` steps weights and optimizer state are averaged over the replicas, which for SGD at
-`sync_every = 1` is the update with the global mean gradient. Adagrad then averages an accumulator of per-group squares; nothing is rescaled.
+`sync_every = 1` is the update with the global mean gradient. Adagrad then averages an accumulator of per-group squares, which grows faster than that
+of the global mean gradient, up to R times with R replicas: `moment_scale` c = R divides it before the root (moment-scaled Adagrad, arXiv 2508.03854).
 With fully sharded 2D a replica keeps its part of the copy only and gathers it around lookup and update (`runtime.replicas`).
 
 With `ahead` (`Plan.tables_ahead`) collectives over the replicas run beside compute, and every number stays the same: the whole shards for the update
@@ -108,13 +109,13 @@ class Distribution:
 class ShardedEmbeddings:
     """This rank's part of all tables. `forward` hands leaves to the model; after the model's backward, `backward` does the rest.
 
-    placements: one per table. ahead: replicas' collectives run beside compute. wire, wire_gradients: number formats of rows and of their gradients
-    between ranks (`costmodel.wire`). `sent_bytes`: of both, what this rank has sent, its own part included.
+    placements: one per table. ahead: replicas' collectives run beside compute. moment_scale: see `StoredTable.update`. wire, wire_gradients: number
+    formats of rows and of their gradients between ranks (`costmodel.wire`). `sent_bytes`: of both, what this rank has sent, its own part included.
     """
 
     def __init__(self, tables: tuple[TableGroup, ...], placements: tuple[TablePlacement, ...], meshes: Meshes, *, seed: int,
                  learning_rate: float, sync_every: int = 1, timer: PhaseTimer | None = None,
-                 wire: Wire | None = None, wire_gradients: Wire | None = None, ahead: bool = False) -> None:
+                 wire: Wire | None = None, wire_gradients: Wire | None = None, ahead: bool = False, moment_scale: float = 1.0) -> None:
         self.tables, self.meshes, self.timer = tables, meshes, timer
         self.learning_rate, self.sync_every = learning_rate, sync_every
         self.group_size = meshes.layout.sparse_group
@@ -138,7 +139,7 @@ class ShardedEmbeddings:
                                       for s in self.storages if s.spec.replicated}
         self.wire, self.wire_gradients = (WireFormat(name) for name in wires(tables, wire, wire_gradients))
         self.sent_bytes = {"embeddings": 0, "gradients": 0}
-        self.num_steps = 0
+        self.num_steps, self.moment_scale = 0, moment_scale
         self.ahead = ahead and meshes.sparse_replicas is not None
         self._weights_beside, self._states_beside = (Beside(meshes.device), Beside(meshes.device)) if self.ahead else (None, None)
         self._last_microbatch = True
@@ -353,7 +354,7 @@ class ShardedEmbeddings:
             if pending:
                 grad, rows, offsets = _join(pending)
                 mode = "mean" if offsets is not None and stored.table.pooling == "mean" else "sum"
-                stored.update(grad, rows, offsets, lr=self.learning_rate, mode=mode)
+                stored.update(grad, rows, offsets, lr=self.learning_rate, mode=mode, moment_scale=self.moment_scale)
             if stored.weight_shard is not None and self._weights_beside is not None:
                 # the next lookup needs it: gathered again at once
                 self._weights_beside.run(stored.weight_shard.averages(), stored.weight_shard.begin)

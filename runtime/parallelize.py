@@ -82,7 +82,8 @@ def parallelize(model: GEM, *, plan: Plan, meshes: Meshes, timer: PhaseTimer) ->
     """Applies `plan` to `model` in place. Raises ValueError for options that are not executable here."""
     embeddings = ShardedEmbeddings(plan.model.tables, plan.tables, meshes, seed=plan.seed, timer=timer,
                                    learning_rate=plan.workload.sparse_learning_rate, sync_every=plan.layout.sync_every,
-                                   wire=plan.wire, wire_gradients=plan.wire_gradients, ahead=plan.tables_ahead > 0)
+                                   wire=plan.wire, wire_gradients=plan.wire_gradients, ahead=plan.tables_ahead > 0,
+                                   moment_scale=plan.layout.sparse_replicas if plan.moment_scaled else 1)
     if plan.batching == "padded":
         for encoder in model.sequences:
             encoder.pad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from runtime.shards import PlacedShard, ShardLayout, Storage
 
 CHUNK_ROWS = 16384
 INITIAL_STD = 0.02
+EPS = 1e-8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,11 +69,15 @@ class StoredTable:
         (weight,) = self._fetch(distinct.cpu(), self.weight)
         return embedding_sequence(weight, inverse)
 
-    def update(self, grad: Tensor, rows: Tensor, offsets: Tensor | None, *, lr: float, mode: str = "sum") -> None:
-        """Fused optimizer step on `rows`, in place; formulas in `kernels.embedding`. bf16 weights are rounded stochastically."""
+    def update(self, grad: Tensor, rows: Tensor, offsets: Tensor | None, *, lr: float, mode: str = "sum", moment_scale: float = 1.0) -> None:
+        """Fused optimizer step on `rows`, in place; formulas in `kernels.embedding`. bf16 weights are rounded stochastically. moment_scale c:
+        Adagrad, row-wise or not, steps by lr * g / (sqrt(s / c) + eps)."""
         self.steps += 1
         rounding = (self.seed * 1_000_003 + self.steps) if self.weight.dtype == torch.bfloat16 else None
-        options = {"optimizer": self.table.optimizer, "lr": lr, "step": self.steps, "mode": mode, "stochastic_rounding_seed": rounding}
+        # lr g / (sqrt(s / c) + eps) = (lr sqrt(c)) g / (sqrt(s) + eps sqrt(c))
+        root = math.sqrt(moment_scale) if self.table.optimizer in ("rowwise_adagrad", "adagrad") else 1.0
+        options = {"optimizer": self.table.optimizer, "lr": lr * root, "eps": EPS * root, "step": self.steps, "mode": mode,
+                   "stochastic_rounding_seed": rounding}
         if not self.spec.host:
             embedding_backward_update_(self.weight, self.state, grad, rows, offsets, **options)
             return

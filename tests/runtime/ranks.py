@@ -126,8 +126,8 @@ def _alone() -> mesh.Meshes:
     return mesh.Meshes(layout=Layout(), rank=0, device=CPU, dense=None, sparse_group=None, sparse_replicas=None)
 
 
-def _unsharded(tables) -> ShardedEmbeddings:
-    return ShardedEmbeddings(tables, models.placements(tables, 1), _alone(), seed=5, learning_rate=0.1)
+def _unsharded(tables, **options) -> ShardedEmbeddings:
+    return ShardedEmbeddings(tables, models.placements(tables, 1), _alone(), seed=5, learning_rate=0.1, **options)
 
 
 def _difference(sharded: ShardedEmbeddings, whole: ShardedEmbeddings) -> float:
@@ -168,12 +168,16 @@ def _checksum(embeddings: ShardedEmbeddings) -> float:
 
 
 def check_replicas(world: int, out: Path) -> dict:
-    """Plain 2D against one process that plays every replica and averages every second step."""
+    """Plain 2D against one process that plays every replica and averages every second step, Adagrad's moments scaled or not."""
     replicas = world // 2 if world > 2 else world
-    group, rank = world // replicas, int(os.environ["RANK"])
-    layout = Layout(fsdp=world, sparse_group=group, sparse_replicas=replicas)
-    own = _build(layout, TABLES, "row_wise", sync_every=2)
-    emulated = [_unsharded(TABLES) for _ in range(replicas)]
+    layout = Layout(fsdp=world, sparse_group=world // replicas, sparse_replicas=replicas)
+    return {"difference": max(_replicated(layout, scale) for scale in (1.0, float(replicas)))}
+
+
+def _replicated(layout: Layout, scale: float) -> float:
+    replicas, group, rank, world = layout.sparse_replicas, layout.sparse_group, int(os.environ["RANK"]), layout.world_size
+    own = _build(layout, TABLES, "row_wise", sync_every=2, moment_scale=scale)
+    emulated = [_unsharded(TABLES, moment_scale=scale) for _ in range(replicas)]
     share = len(LENGTHS) // world
     for step in range(6):
         _leaf_loss(own, _part(rank * share, (rank + 1) * share, step, TABLES), share)
@@ -185,7 +189,7 @@ def check_replicas(world: int, out: Path) -> dict:
                     mean = sum(tensors[1:], tensors[0]) / replicas
                     for t in tensors:
                         t.copy_(mean)
-    return {"difference": _difference(own, emulated[rank // group])}
+    return _difference(own, emulated[rank // group])
 
 
 def check_fully_sharded(world: int, out: Path) -> dict:
@@ -235,7 +239,7 @@ def check_replicas_beside_compute(world: int, out: Path) -> dict:
     in_16_bits = {"model_spec": models.model(tables=narrow)}
     for name, full, changes in (("full", True, {}), ("full, two micro-batches", True, {"accumulation": 2, "checkpoint": "full"}),
                                 ("full, 16 bits", True, in_16_bits), ("plain", False, {}), ("plain, every other step", False, {"sync_every": 2}),
-                                ("plain, 16 bits", False, in_16_bits)):
+                                ("plain, 16 bits", False, in_16_bits), ("plain, scaled moments", False, {"moment_scaled": True})):
         changes = dict(changes)
         here = dataclasses.replace(layout, fully_sharded_2d=full, sync_every=changes.pop("sync_every", 1))
         results = {}

@@ -133,6 +133,8 @@ def _beside_compute(ranks: list[dict], num_blocks: int) -> None:
             micros = 14 if "two" in name else 7
             of_step = [[num_blocks * i for i in range(micros)], [num_blocks * i + num_blocks - 1 for i in range(micros)]]
             assert found["begun"] == {"0": [], "1": of_step[1] if "full" in name else [], "99": of_step[0] if "full" in name else []}, name
+        plain, scaled = (rank["check_replicas_beside_compute"][name]["losses"][0] for name in ("plain", "plain, scaled moments"))
+        assert plain[0] == scaled[0] and plain[1:] != scaled[1:]
         assert rank["check_fully_sharded"]["same"]
         assert rank["check_fully_sharded"]["resting_ahead"] == rank["check_fully_sharded"]["resting"] < rank["check_fully_sharded"]["prefetched"]
 
