@@ -2,9 +2,9 @@
 
 A residual is (measured - predicted) / sqrt(predicted x predicted step), of the step or a phase: between an error relative to the phase, which tiny
 phases exceed, and one relative to the step, which large ones do. Residuals come in cells, `<step or phase>@<host or device>` by what makes the step:
-steps that the host makes are off by more. Each residual is standardised by mean and spread of the others of its cell; quantiles of all of them
-together, at the finite-sample level (n + 1) / n, hold a new one with probability COVERAGE, whatever the shape of the errors, if cells differ in place
-and scale alone.
+steps that the host makes are off by more. Each residual is standardised by median and mean deviation of the others of its cell, which one run gone
+wrong moves little; quantiles of all of them together, at the finite-sample level (n + 1) / n, hold a new one with probability COVERAGE, whatever the
+shape of the errors, if cells differ in place and scale alone.
 """
 from __future__ import annotations
 
@@ -57,21 +57,23 @@ class Intervals:
         known = self._cells.get(cell(name, maker), self._whole.get(name))
         if self._quantiles is None or known is None:
             return None
-        mean, spread = _place(known)
-        low, high = (value + widened * norm(value, step) * (mean + quantile * spread) for quantile in self._quantiles)
+        place, spread = _place(known)
+        low, high = (value + widened * norm(value, step) * (place + quantile * spread) for quantile in self._quantiles)
         return max(0.0, min(value, low)), max(value, high)
 
 
 def _place(values: Sequence[float]) -> tuple[float, float]:
-    return float(np.mean(values)), max(float(np.std(values, ddof=1)), LEAST_SPREAD)
+    """Median and mean absolute deviation from it."""
+    median = float(np.median(values))
+    return median, max(float(np.abs(np.asarray(values) - median).sum()) / max(len(values) - 1, 1), LEAST_SPREAD)
 
 
 def _standardised(values: Sequence[float]) -> list[float]:
-    """Each value by mean and spread of the others."""
+    """Each value by place and spread of the others."""
     found = []
     for i, value in enumerate(values):
-        mean, spread = _place([*values[:i], *values[i + 1:]])
-        found.append((value - mean) / spread)
+        place, spread = _place([*values[:i], *values[i + 1:]])
+        found.append((value - place) / spread)
     return found
 
 

@@ -118,7 +118,7 @@ def host_samples(plans: Sequence[Plan], device: torch.device, *, until: float, r
             break
         try:
             runs.append(spent(plan, device))
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # one design costs no other
             report(f"host: {plan.model.name}: {(str(error).splitlines() or [''])[0][:200]}")
     for name, value in solved(runs, report).items():
         yield constant("host", value, name)
@@ -248,15 +248,15 @@ def designs(plans: Sequence[Plan]) -> list[Plan]:
     for plan in plans:
         if any(s.layers for s in plan.model.sequences):
             by_precision[layer_precision(plan)].append(plan)
-    found = []
+    found, last = [], []
     for precision, own in by_precision.items():
         base = max(own, key=lambda p: len({layer.kind for layer in p.model.interaction_layers}))
         if precision == "bf16":
             found += [mixed(base, own), mixed(base, own, varied=True), mixed(base, own, micro=2), few(own[0])]
-            found.append(mixed(base, own, execution="cuda_graph"))
+            last.append(mixed(base, own, execution="cuda_graph"))
         else:
             found.append(mixed(base, own, policies=("none",)))
-    return found
+    return found + last
 
 
 def mixed(base: Plan, plans: Sequence[Plan], *, policies: Sequence[str] = POLICIES, micro: int = 1, varied: bool = False,
