@@ -55,8 +55,9 @@ def state_bytes(memory: Memory) -> float:
     return sum(memory.categories.get(name, 0.0) for name in STATE)
 
 
-def job_time(reliability: Reliability, *, ranks: int, training_seconds: float, bytes_per_rank: float) -> JobTime:
-    """Expected wall time of `training_seconds` of steps on `ranks` devices that each write `bytes_per_rank` in a checkpoint.
+def job_time(reliability: Reliability, *, ranks: int, training_seconds: float, bytes_per_rank: float, compiling: float = 0.0) -> JobTime:
+    """Expected wall time of `training_seconds` of steps on `ranks` devices that each write `bytes_per_rank` in a checkpoint. `compiling`: seconds of
+    the first start-up beside the cluster's (`costmodel.execution.compile_seconds`); a restart finds what was compiled.
 
     Where failures come faster than a checkpoint can be written the job never ends: lost is infinite and effective 0. Raises ValueError for
     training_seconds <= 0.
@@ -68,7 +69,7 @@ def job_time(reliability: Reliability, *, ranks: int, training_seconds: float, b
     best = math.sqrt(2.0 * stall / rate) if rate > 0 and stall > 0 else training_seconds
     count = max(1, round(training_seconds / best))
     interval, checkpointing = training_seconds / count, count * stall
-    known = {"training": training_seconds, "startup": reliability.startup_seconds, "checkpointing": checkpointing, "interval": interval,
+    known = {"training": training_seconds, "startup": reliability.startup_seconds + compiling, "checkpointing": checkpointing, "interval": interval,
              "checkpoints": count}
     attempt = (interval + stall) * rate
     if attempt > HOPELESS or reliability.restart_seconds * rate > HOPELESS:

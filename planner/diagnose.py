@@ -15,6 +15,7 @@ from costmodel.accounting import UNATTRIBUTED, Accounting, SimulatedRanks, simul
 from costmodel.calibration import Calibration
 from costmodel.codec import encode
 from costmodel.estimate import Estimate, estimate
+from costmodel.execution import compile_seconds
 from costmodel.jobtime import job_time, state_bytes
 from costmodel.plan import Plan
 from costmodel.runresult import RunResult
@@ -233,7 +234,7 @@ def _tree(plan: Plan, made: Estimate, ranks: SimulatedRanks, predicted: Accounti
     wall = result.wall_seconds if result is not None else {}
     steps_planned = plan.workload.num_steps
     job = job_time(plan.cluster.reliability, ranks=world, training_seconds=steps_planned * made.step_time.value,
-                   bytes_per_rank=state_bytes(made.memory)) if steps_planned else None
+                   bytes_per_rank=state_bytes(made.memory), compiling=compile_seconds(plan)) if steps_planned else None
     rungs.append(_rung("job", "effective training time, predicted", "", job.effective if job else None, "simulated",
                        f"{steps_planned} steps with start-up, checkpoints and failures as the cluster's reliability states them",
                        "the workload states no num_steps"))

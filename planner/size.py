@@ -21,6 +21,7 @@ from costmodel.calibration import Calibration
 from costmodel.cluster import Cluster, Reliability
 from costmodel.codec import decode
 from costmodel.estimate import Estimate
+from costmodel.execution import compile_seconds
 from costmodel.jobtime import JobTime, job_time, state_bytes
 from costmodel.plan import Plan
 from costmodel.units import show_count, show_gib
@@ -308,9 +309,9 @@ class _Sizer:
         made = decode(Estimate, plan.prediction)
         self.plans[cluster.device.name, cluster.num_ranks] = plan, made, scenario, calibration
         step, rate = made.step_time, made.examples_per_second
-        job = self.job(cluster.reliability, made, cluster.num_ranks, rate)
+        job = self.job(cluster.reliability, plan, made, rate)
         misses, hours, dollars = self.misses(cluster, rate, job.effective, job.wall_seconds)
-        slow = self.job(cluster.reliability, made, cluster.num_ranks, rate * step.value / step.high)
+        slow = self.job(cluster.reliability, plan, made, rate * step.value / step.high)
         price = cluster.price.dollars_per_device_hour * cluster.num_ranks / 3600.0 if cluster.price is not None and job.effective > 0 else None
         return Point(
             **where,
@@ -332,9 +333,10 @@ class _Sizer:
             job=job if math.isfinite(job.wall_seconds) else None,
         )
 
-    def job(self, reliability: Reliability, made: Estimate, ranks: int, rate: float) -> JobTime:
+    def job(self, reliability: Reliability, plan: Plan, made: Estimate, rate: float) -> JobTime:
         seconds = self.demand.examples / rate if self.demand.examples is not None else PERIOD
-        return job_time(reliability, ranks=ranks, training_seconds=seconds, bytes_per_rank=state_bytes(made.memory))
+        return job_time(reliability, ranks=plan.layout.world_size, training_seconds=seconds, bytes_per_rank=state_bytes(made.memory),
+                        compiling=compile_seconds(plan))
 
     def misses(
         self, cluster: Cluster, rate: float, effective: float, wall: float | None = None
@@ -366,7 +368,7 @@ class _Sizer:
         for one in ranked:
             if one.speedup is not None and one.speedup > 1.001:
                 rate = made.examples_per_second * one.speedup
-                job = self.job(scenario.cluster.reliability, made, nearest.num_devices, rate)
+                job = self.job(scenario.cluster.reliability, plan, made, rate)
                 yield one, not self.misses(scenario.cluster, rate, job.effective, job.wall_seconds)[0]
 
     def larger(self, nearest: Point) -> Iterator[Point]:

@@ -6,9 +6,11 @@ import pytest
 from small_plans import H200, build_model, build_plan
 
 from costmodel.calibration import Calibration, fit
+from costmodel.cluster import Reliability
 from costmodel.compute import COMPILED_LAUNCH_SHARE, GRAPH_LAUNCH_SECONDS
 from costmodel.estimate import estimate
-from costmodel.execution import fits_execution, refusal, unpriced
+from costmodel.execution import COMPILE_SECONDS, compile_seconds, fits_execution, refusal, unpriced
+from costmodel.jobtime import job_time
 from costmodel.lower import lower
 from costmodel.memory import ALLOCATOR_OVERHEAD, block_memories, graph_bytes
 from costmodel.model import LayerGroup
@@ -97,6 +99,14 @@ def test_options_that_fit_an_execution():
     assert [fits_execution(model, "cuda_graph", name, "bf16", "full") for name in ("history.0", "interaction.0", "heads")] == [True, False, False]
     assert [fits_execution(model, "cuda_graph", "interaction", precision, "none") for precision in ("fp8_row", "fp32")] == [False, True]
     assert not fits_execution(model, "compile", "history.0", "bf16", "full") and fits_execution(model, "compile", "history.0", "bf16", "none")
+
+
+def test_compiling_is_part_of_the_first_start_up():
+    eager, compiled = plan_of("eager"), plan_of("compile")
+    assert compile_seconds(eager) == 0.0 and compile_seconds(compiled) == COMPILE_SECONDS * len(regions(compiled.model))
+    jobs = [job_time(Reliability(), ranks=1, training_seconds=1e5, bytes_per_rank=1e9, compiling=compile_seconds(p)) for p in (eager, compiled)]
+    assert jobs[1].wall_seconds - jobs[0].wall_seconds == pytest.approx(compile_seconds(compiled)) and jobs[1].startup > jobs[0].startup
+    assert jobs[1].effective < jobs[0].effective
 
 
 def test_a_plan_of_several_ranks_is_refused():
