@@ -195,7 +195,8 @@ class Calibration:
         """Time of an op on `device` (default: the calibrated one). On another device the utilisation carries over and is marked extrapolated.
 
         Without a curve for these keys the nearest relative stands in, marked extrapolated: another number of active ranks, then another variant,
-        then another dtype of the same kind and phase. With none, the roofline.
+        then another dtype of the same kind and phase. With none, the roofline. An attention without a bias that stands in for one with is slowed down
+        as `compute.BIASED_SHARE` says.
         """
         device = device or self.device
         key = (op, phase, active_ranks, device.name)
@@ -223,6 +224,8 @@ class Calibration:
             log_ratio, outside = ready.surface.at(np.array(coordinates(op.kind, values)))
             source = "extrapolated" if relative or transferred or outside > 0.1 else "interpolated"
             seconds = math.exp(log_ratio) * curve.reference(one, device)
+            if compute.biased(one) and not curve.variant.endswith("_bias") and device.kind != "cpu":
+                seconds /= compute.BIASED_SHARE[phase]
             width = max(MINIMUM_WIDTH[source], curve.width + 0.1 * outside)
             host = ready.host
         if op.kind in self.stale_kinds:

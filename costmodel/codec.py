@@ -28,15 +28,23 @@ class DecodeError(ValueError):
         self.message = message
 
 
+# Metadata of a field that came later: None is left out, so that the hashes in files and checkpoints of before still hold.
+LATER = {"later": True}
+
+
 def encode(value: Any) -> Any:
-    """Dataclasses to dicts, tuples to lists; the field order is that of the class, None fields are kept."""
+    """Dataclasses to dicts, tuples to lists; the field order is that of the class, None fields are kept, those with the metadata `LATER` are not."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.metadata or _told(f, getattr(value, f.name))}
     if isinstance(value, dict):
         return {str(k): encode(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [encode(v) for v in value]
     return value
+
+
+def _told(field: dataclasses.Field, value: Any) -> bool:
+    return not (field.metadata.get("later") and value is None)
 
 
 def canonical(value: Any) -> str:

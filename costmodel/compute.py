@@ -10,13 +10,15 @@ from __future__ import annotations
 import numpy as np
 
 from costmodel.cluster import Device
-from costmodel.ops import BACKWARD, KINDS, Op
+from costmodel.ops import BACKWARD, FORWARD, KINDS, Op
 
 # Utilisation of an op on a GPU that nobody measured [Measured: one H200, 2026-11-29, torch 2.11. bf16 GEMM 670-720 of 989 TFLOPS at 4096^3 and
 # 8192^3, 595-650 at M = 32k-65k, fp8 1,230-1,360 of 1,979. docs/results/kernels-h200.md: jagged self-attention forward 449-621, backward 247-305 by
 # 2.5 x forward; norms 3.0-4.1 of 4.8 TB/s; fused embedding update 1.8 TB/s by the bytes of `ops.KINDS`. index_select of 512-byte rows 1.7 TB/s]
 COMPUTE_UTILISATION = {"linear": 0.70, "bmm": 0.40, "attention": 0.50}
 ATTENTION_BACKWARD_UTILISATION = 0.22
+# Of an attention's rate without a bias on its scores, with HSTU's two tables, forward and backward [Assumed: until the kernels' table has the row]
+BIASED_SHARE = {FORWARD: 0.25, BACKWARD: 0.30}
 MEMORY_UTILISATION = {"embedding_lookup": 0.45, "embedding_update": 0.38}
 DEFAULT_MEMORY_UTILISATION = 0.80
 # Of the peak, with a scale per 128 elements, whose sums leave the tensor cores on the way [Measured: H200, torch 2.11,
@@ -76,8 +78,15 @@ def roofline(op: Op, phase: str, device: Device) -> np.ndarray:
         reached = HOST_MEMORY_UTILISATION.get(op.kind, HOST_DEFAULT_MEMORY_UTILISATION)
         return np.maximum(at_peak / HOST_COMPUTE_UTILISATION.get(op.kind, 1.0), at_bandwidth / reached)
     matrix = ATTENTION_BACKWARD_UTILISATION if op.kind == "attention" and phase == BACKWARD else COMPUTE_UTILISATION.get(op.kind, 1.0)
+    if biased(op):
+        matrix *= BIASED_SHARE[phase]
     memory = MEMORY_UTILISATION.get(op.kind, DEFAULT_MEMORY_UTILISATION)
     return np.hypot(at_peak / matrix, at_bandwidth / memory) + op.count * KERNEL_SECONDS
+
+
+def biased(op: Op) -> bool:
+    """Whether it is an attention with a bias on its scores."""
+    return op.kind == "attention" and op.variant.endswith("_bias")
 
 
 def limiting(op: Op, phase: str, device: Device) -> str:

@@ -226,7 +226,7 @@ class _Builder(ReplicaTasks):
             return
         # a thread prefetches on the host; the step itself waits for the copy of the batch
         self.load += cost.seconds if cost.source not in ("roofline", "assumed") else 0.0
-        timed = sum(self.batch.sequences[s.name].tokens for s in self.plan.model.sequences if s.time_buckets is not None)
+        timed = sum(self.batch.sequences[s.name].tokens for s in self.plan.model.sequences if s.timed)
         num_bytes = 8.0 * (sum(w.ids for w in self.work) + timed)
         measured = self.pricer.calibration.constants.get("host_copy_bandwidth") if self.pricer.calibration is not None else None
         bandwidth = measured or self.plan.cluster.device.host_link_bandwidth or 25e9

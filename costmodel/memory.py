@@ -269,7 +269,7 @@ def input_bytes(plan: Plan, batch: BatchShape) -> float:
     """One batch: int64 ids, offsets and times, fp32 dense features and labels."""
     tokens = {name: shape.tokens for name, shape in batch.sequences.items()}
     ids = sum(t.count * ids_per_table(t, batch.samples, tokens) for t in plan.model.tables)
-    times = sum(tokens[s.name] for s in plan.model.sequences if s.time_buckets is not None)
+    times = sum(tokens[s.name] for s in plan.model.sequences if s.timed)
     pooled = sum(t.count for t in plan.model.tables if t.sequence is None)
     offsets = batch.samples * (pooled + len(tokens))
     return 8.0 * (ids + times + offsets) + 4.0 * batch.samples * (plan.model.num_dense_features + len(plan.model.heads))

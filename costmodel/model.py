@@ -15,6 +15,8 @@ import dataclasses
 import functools
 from typing import Literal
 
+from costmodel.codec import LATER
+
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 Optimizer = Literal["rowwise_adagrad", "adagrad", "sgd", "adam"]
 
@@ -74,6 +76,9 @@ class Layer:
     Fields that a kind does not use must keep their defaults (checked by the kind's class): `heads`, `head_dim` for attention; `mlp_dim` for blocks
     with a feed-forward part; `window`, `causal` for masks; `divisor`: what HSTU and GDPA divide scores by, fixed, never the batch's maximum;
     `sequence`: the history that an `interformer` block reads; `options`: further sizes of a kind, by the names its class lists.
+
+    HSTU's bias on the scores, of tables that all heads share: `time_buckets` n adds a row of a table `(n + 1, 1)` by the logarithm of the time
+    between two events, `relative_positions` P one of a table `(2 P - 1, 1)` by how many events apart they are, P - 1 and more alike.
     """
 
     kind: str
@@ -89,6 +94,18 @@ class Layer:
     num_experts: int | None = None
     sequence: str | None = None
     options: dict[str, float] = dataclasses.field(default_factory=dict)
+    time_buckets: int | None = dataclasses.field(default=None, metadata=LATER)
+    relative_positions: int | None = dataclasses.field(default=None, metadata=LATER)
+
+    @property
+    def biased(self) -> bool:
+        """Whether the scores have a bias."""
+        return self.time_buckets is not None or self.relative_positions is not None
+
+    @property
+    def timed(self) -> bool:
+        """Whether the layer reads when events happened."""
+        return self.time_buckets is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +123,10 @@ class LayerGroup(Layer):
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"layer {self.kind}: count must be >= 1, got {self.count}")
+
+    @property
+    def timed(self) -> bool:
+        return self.time_buckets is not None or any(branch.timed for branch in self.branches)
 
     @classmethod
     def of_layer(cls, layer: Layer) -> LayerGroup:
@@ -133,6 +154,11 @@ class Sequence:
             raise ValueError(f"sequence {self.name}: time_buckets must be >= 2, got {self.time_buckets}")
         if self.next_event is not None and self.limits[-1] is not None:
             raise ValueError(f"sequence {self.name}: next_event needs all events of a history, but its layers keep the newest {self.limits[-1]}")
+
+    @property
+    def timed(self) -> bool:
+        """Whether its events carry timestamps, int64 seconds."""
+        return self.time_buckets is not None or any(group.timed for group in self.layers)
 
     @property
     def limits(self) -> tuple[int | None, ...]:

@@ -84,7 +84,7 @@ class SyntheticSource:
             first = sizes[:len(samples)]
             (events if table.sequence else pooled)[table.name] = (ids[table.name][:first.sum()], first)
         dense = self._stream.dense(samples) if self._model.num_dense_features else None
-        times = {s.name: self._stream.times(s.name, samples, lengths[s.name]) for s in self._model.sequences if s.time_buckets is not None}
+        times = {s.name: self._stream.times(s.name, samples, lengths[s.name]) for s in self._model.sequences if s.timed}
         return _batch(ids, offsets, lengths, dense, self._stream.labels(samples, pooled, events), times)
 
 
@@ -137,7 +137,7 @@ class HistorySource:
                 offsets[table.name] = np.arange(len(samples) + 1)
         lengths = {s.name: np.diff(bounds) for s in self._model.sequences}
         dense = self._histories.statistics[samples] if self._model.num_dense_features else None
-        timed = [s.name for s in self._model.sequences if s.time_buckets is not None]
+        timed = [s.name for s in self._model.sequences if s.timed]
         times = dict.fromkeys(timed, self._histories.times(samples)) if timed else {}
         return _batch(ids, offsets, lengths, dense, self._histories.label[samples][:, None], times)
 

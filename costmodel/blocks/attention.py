@@ -15,30 +15,60 @@ from costmodel.blocks.base import (
     linear_parameters,
     norm_parameters,
     norm_saved,
+    parameter,
 )  # fmt: skip
+from costmodel.model import LayerGroup
 from costmodel.ops import Op, activation, attention, elementwise, layer_norm, linear
 
+BIAS = ("time_buckets", "relative_positions")
+BIASED = "_bias"  # ends the variant of an attention with a bias on its scores
+# Scratch of the pass that sums the gradient of bias tables: at most so many fp32 numbers (`kernels._attention_tables.SCRATCH`).
+BIAS_SCRATCH = 4.0 * 2**24
 GDPA_ACTIVATIONS = ("gelu", "gelu_fast", "silu", "relu", "identity")
 ATTENTION_BLOCKS = (32, 64, 128)
 
 
-class SelfAttention(SequenceBlock):
+def bias_parameters(group: LayerGroup) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """HSTU's tables, of one column that all heads share (arXiv 2402.17152; meta-recsys/generative-recommenders)."""
+    positions = parameter("bias.position", 2 * group.relative_positions - 1, 1) if group.relative_positions is not None else ()
+    times = parameter("bias.time", group.time_buckets + 1, 1) if group.time_buckets is not None else ()
+    return (*positions, *times)
+
+
+class BiasedBlock(SequenceBlock):
+    """A block whose scores may have HSTU's bias, which costs time in the attention's kernels but no FLOPs of the convention."""
+
+    @property
+    def ending(self) -> str:
+        """What ends the attention op's variant."""
+        return ("" if self.group.window is None else "_window") + (BIASED if self.group.biased else "")
+
+    def saved_times(self, rows: float) -> tuple[Saved, ...]:
+        """When events happened and when each is asked for, int64."""
+        return (Saved("times", 2 * rows, INPUT, 8.0),) if self.group.timed else ()
+
+    def workspace_bytes(self, batch: BatchShape, precision: str) -> float:
+        return max(super().workspace_bytes(batch, precision), BIAS_SCRATCH if self.group.biased and precision != "fp32" else 0.0)
+
+
+class SelfAttention(BiasedBlock):
     """Pre-norm transformer block: softmax attention, then a GELU feed-forward part where `mlp_dim` > 0."""
 
     kind = "self_attention"
-    uses = ("heads", "head_dim", "mlp_dim", "causal", "window")
+    uses = ("heads", "head_dim", "mlp_dim", "causal", "window", *BIAS)
     needs = ("heads", "head_dim")
     keeps_lse = True
 
     @property
     def variant(self) -> str:
         """The attention op's variant."""
-        return "softmax" if self.group.window is None else "softmax_window"
+        return "softmax" + self.ending
 
     @property
     def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         dim, width, mlp = self.dim, self.width, self.group.mlp_dim
         own = norm_parameters("norm", dim) + linear_parameters("qkv", dim, 3 * width) + linear_parameters("out", width, dim)
+        own += bias_parameters(self.group)
         if not mlp:
             return own
         return own + norm_parameters("mlp_norm", dim) + linear_parameters("up", dim, mlp) + linear_parameters("down", mlp, dim)
@@ -66,6 +96,7 @@ class SelfAttention(SequenceBlock):
             Saved("attention", rows * width, MATRIX, rows=rows),
             *((Saved("attention.lse", rows * self.group.heads, MATRIX, FP32_BYTES),) if self.keeps_lse else ()),
             Saved("out", rows * dim, DROPPED, rows=rows),
+            *self.saved_times(rows),
         )
         if not mlp:
             return kept_in_8_bits(own, stored=("norm.input",), again=("qkv.input",))
@@ -84,7 +115,7 @@ class Gdpa(SelfAttention):
     """The same block with an activation in place of the softmax and a fixed divisor (GDPA: engineering.fb.com 2026-08-03; arXiv 2602.10016)."""
 
     kind = "gdpa"
-    uses = ("heads", "head_dim", "mlp_dim", "causal", "window", "divisor", "activation")
+    uses = ("heads", "head_dim", "mlp_dim", "causal", "window", "divisor", "activation", *BIAS)
     needs = ("heads", "head_dim", "divisor", "activation")
     keeps_lse = False
 
@@ -96,7 +127,7 @@ class Gdpa(SelfAttention):
 
     @property
     def variant(self) -> str:
-        return f"gdpa_{self.group.activation}" + ("" if self.group.window is None else "_window")
+        return f"gdpa_{self.group.activation}" + self.ending
 
 
 class BlockAttention(SelfAttention):
@@ -118,11 +149,12 @@ class BlockAttention(SelfAttention):
         return "block"
 
 
-class Hstu(SequenceBlock):
-    """HSTU layer as its published code has it (arXiv 2402.17152): SiLU on u only, output product of width 3 H d, a fixed divisor."""
+class Hstu(BiasedBlock):
+    """HSTU layer as its published code has it (arXiv 2402.17152): SiLU on u only, output product of width 3 H d, a fixed divisor; with
+    `time_buckets` and `relative_positions` its bias by time and position."""
 
     kind = "hstu"
-    uses = ("heads", "head_dim", "causal", "window", "divisor")
+    uses = ("heads", "head_dim", "causal", "window", "divisor", *BIAS)
     needs = ("heads", "head_dim", "divisor")
 
     @classmethod
@@ -135,12 +167,12 @@ class Hstu(SequenceBlock):
     def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         dim, width = self.dim, self.width
         return (*norm_parameters("norm", dim), *linear_parameters("uvqk", dim, 4 * width), *norm_parameters("out_norm", width),
-                *linear_parameters("out", 3 * width, dim))
+                *linear_parameters("out", 3 * width, dim), *bias_parameters(self.group))
 
     def forward(self, batch: BatchShape, precision: str = "fp32") -> tuple[Op, ...]:
         shape, group, low = self.shape(batch), self.group, activation_dtype(precision)
         tokens, dim, width = shape.tokens, self.dim, self.width
-        core = attention("hstu" if group.window is None else "hstu_window", tokens=tokens, longest=shape.longest,
+        core = attention("hstu" + self.ending, tokens=tokens, longest=shape.longest,
                          pairs=shape.pairs(causal=True, window=group.window), heads=group.heads, head_dim=group.head_dim, dtype=low)
         return (layer_norm(tokens, dim, low), linear(tokens, dim, 4 * width, precision), activation("silu", tokens, width, low), core,
                 layer_norm(tokens, width, low), elementwise("mul", tokens, width, low), elementwise("cat", tokens, 3 * width, low),
@@ -155,5 +187,6 @@ class Hstu(SequenceBlock):
             *norm_saved("out_norm", rows, width, MATRIX),  # SiLU(u) and the normed rows are made again from these (`kernels.gate`)
             Saved("out.input", rows * 3 * width, CHEAP, rows=rows),
             Saved("out", rows * dim, DROPPED, rows=rows),
+            *self.saved_times(rows),
         )
         return kept_in_8_bits(tensors, stored=("norm.input",), again=("uvqk.input",), made=("out.input",))

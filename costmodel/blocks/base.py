@@ -42,7 +42,7 @@ FP32_BYTES = 4.0
 MX4_BYTES = 0.5 + 1 / 32
 QUANTIZED = ("quantized", "quantized4")
 _LAYER_FIELDS = ("heads", "head_dim", "mlp_dim", "causal", "window", "divisor", "activation", "block", "num_queries", "num_experts",
-                 "options", "sequence", "newest", "branches")
+                 "options", "sequence", "newest", "branches", "time_buckets", "relative_positions")
 _LAYER_DEFAULTS = {f.name: f.default if f.default is not dataclasses.MISSING else {} for f in dataclasses.fields(LayerGroup)}
 
 
@@ -311,6 +311,10 @@ class LayerBlock(Block):
                 raise ValueError(f"layer {group.kind}: {name} must be >= 0, got {value}")
         if group.window is not None and group.window < 1:
             raise ValueError(f"layer {group.kind}: window must be >= 1, got {group.window}")
+        if group.time_buckets is not None and group.time_buckets < 2:
+            raise ValueError(f"layer {group.kind}: time_buckets must be >= 2, got {group.time_buckets}")
+        if group.relative_positions is not None and group.relative_positions < 1:
+            raise ValueError(f"layer {group.kind}: relative_positions must be >= 1, got {group.relative_positions}")
         if cls.options and set(group.options) != set(cls.options):
             raise ValueError(f"layer {group.kind}: options {', '.join(cls.options)} are needed, got {', '.join(group.options) or 'none'}")
         for name, value in group.options.items():

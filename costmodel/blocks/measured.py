@@ -88,8 +88,8 @@ def measured_block_ops(kind: str, features: Mapping[str, float], precision: str)
 
 def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
     """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the
-    block: heads of different hidden widths, expert layers, interaction layers other than Wukong's, histories with times (they are priced as the sum
-    of their ops)."""
+    block: heads of different hidden widths, expert layers, interaction layers other than Wukong's, histories with times, scores with a bias (they are
+    priced as the sum of their ops)."""
     values: dict[str, float] = {"samples": float(batch.samples)}
     if isinstance(block, Llama | MaskNet | NextEvent | Pma | Pyramid):
         return None
@@ -114,6 +114,8 @@ def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
     if isinstance(block, Summary):
         return values
     group = block.group
+    if group.biased:
+        return None
     numbers = {name: float(getattr(group, name)) for name in (*_INTEGERS, "divisor") if getattr(group, name)}
     if group.activation is not None:
         numbers["activation"] = float(GDPA_ACTIVATIONS.index(group.activation))

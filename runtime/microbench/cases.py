@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from costmodel import ops
-from costmodel.blocks.attention import GDPA_ACTIVATIONS
-from costmodel.model import TableGroup
+from costmodel.blocks.attention import BIAS, BIASED, GDPA_ACTIVATIONS
+from costmodel.model import Layer, TableGroup
 from costmodel.precision import LOW_PRECISIONS, unfit
 from kernels import block_attention, factor, gdpa, jagged_attention
 from kernels.embedding import embedding_pooled, embedding_sequence, new_optimizer_state
@@ -25,6 +25,7 @@ from runtime.microbench.timing import Run
 from runtime.model.interformer import even_offsets
 from runtime.model.norm import LayerNorm
 from runtime.model.sequence import last_event
+from runtime.model.times import RelativeBias, event_times
 from runtime.optimizer import build_dense_optimizer
 from runtime.precision.linear import SCALINGS, product, runs_natively
 from runtime.shards import Storage
@@ -160,9 +161,15 @@ def _attention(request: Request, device: torch.device) -> Differentiable:
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(request.lengths)])).to(device)
     parts, ends, longests = _attention_inputs(request, device, offsets, heads, head_dim)
     causal, divisor = bool(options.get("causal", 1.0)), options.get("divisor", float(longest))
-    window = int(options["window"]) if request.op.variant.endswith("_window") else None
+    plain = request.op.variant.removesuffix(BIASED)
+    window = int(options["window"]) if plain.endswith("_window") else None
     masks = {"causal": causal, "window": window, "max_q": longests[0], "max_k": longests[1]}
-    variant = request.op.variant.removesuffix("_window").removesuffix("_queries").removesuffix("_context")
+    bias, tables = None, []
+    if plain != request.op.variant:
+        layer = Layer(kind="hstu", **{k: int(options[k]) for k in BIAS if k in options})
+        module = RelativeBias(layer).to(device, parts[0].dtype)
+        bias, tables = module(event_times(_hourly(len(parts[0]), device), offsets)), list(module.parameters())
+    variant = plain.removesuffix("_window").removesuffix("_queries").removesuffix("_context")
     activation = "silu" if variant == "hstu" else variant.removeprefix("gdpa_")
     if variant not in ("softmax", "block", "hstu") and activation not in GDPA_ACTIVATIONS:
         raise ValueError(f"attention variant {request.op.variant!r} has no case here")
@@ -172,10 +179,16 @@ def _attention(request: Request, device: torch.device) -> Differentiable:
         if variant == "block":
             return block_attention(q, k, v, offsets, max_len=longest, block=int(options["block"]), causal=causal)
         if variant == "softmax":
-            return jagged_attention(q, k, v, *ends, **masks)
-        return gdpa(q, k, v, *ends, activation=activation, divisor=divisor, **masks)
+            return jagged_attention(q, k, v, *ends, **masks, bias=bias)
+        return gdpa(q, k, v, *ends, activation=activation, divisor=divisor, **masks, bias=bias)
 
-    return parts, forward
+    return [*parts, *tables], forward
+
+
+def _hourly(num: int, device: torch.device) -> Tensor:
+    """Int64 seconds of events an hour apart on average (exponential)."""
+    gaps = torch.empty(num, dtype=torch.float64).exponential_(1 / 3600, generator=torch.Generator().manual_seed(0))
+    return gaps.cumsum(0).long().to(device)
 
 
 def _attention_inputs(request: Request, device: torch.device, offsets: Tensor, heads: int,

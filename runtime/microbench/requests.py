@@ -15,6 +15,7 @@ from scipy.stats import qmc
 
 from costmodel import ops
 from costmodel.blocks import BatchShape, Block, JaggedShape
+from costmodel.blocks.attention import BIAS
 from costmodel.model import TableGroup
 from costmodel.ops import KINDS, Op, op
 from costmodel.plan import Plan
@@ -108,7 +109,7 @@ def attention_requests(plan: Plan, lengths: Mapping[str, np.ndarray]) -> list[Re
             for one in block.forward(batch, precisions[region.name]):
                 if one.kind == "attention":
                     options = [("causal", float(block.group.causal))]
-                    options += [(k, float(getattr(block.group, k))) for k in ("window", "divisor", "block") if getattr(block.group, k)]
+                    options += [(k, float(getattr(block.group, k))) for k in ("window", "divisor", "block", *BIAS) if getattr(block.group, k)]
                     options += _partners(block, one)
                     seen = np.minimum(lengths[region.sequence], block.limit or np.inf).astype(np.int64)
                     found.append(Request(op=_single(one), lengths=tuple(seen.tolist()), options=tuple(options)))

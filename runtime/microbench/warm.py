@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from costmodel import ops
+from costmodel.blocks.attention import BIASED
 from costmodel.blocks.measured import block_features
 from costmodel.plan import Plan
 from costmodel.regions import regions
@@ -95,7 +96,8 @@ def run_blocks(plan: Plan, device: torch.device, *, layers_only: bool = False) -
             run.run(run.prepare())
             count += 1
         for request in attention_requests(plan, batch.lengths):
-            if across(request) and cases.executable(request):  # of layers over features, which are timed op by op
+            # of layers over features or with a bias, which are timed op by op
+            if (across(request) or request.op.variant.endswith(BIASED)) and cases.executable(request):
                 run = cases.cases(request, ops.BACKWARD, device, 1)[0]
                 run.run(run.prepare())
                 count += 1

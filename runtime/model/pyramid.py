@@ -26,12 +26,14 @@ class Pyramid(nn.Module):
 
     def __init__(self, dim: int, layer: LayerGroup) -> None:
         super().__init__()
+        self.timed = tuple(b.timed for b in layer.branches)
         self.branches = nn.ModuleList(_BRANCHES[b.kind](dim, LayerGroup.of_layer(b)) for b in layer.branches)
 
-    def forward(self, x_TD: Tensor, offsets: Tensor, max_length: int) -> Tensor:
-        total = self.branches[0](x_TD, offsets, max_length)
-        for branch in self.branches[1:]:
-            total = total + branch(x_TD, offsets, max_length)
+    def forward(self, x_TD: Tensor, offsets: Tensor, max_length: int, times_2T: Tensor | None = None) -> Tensor:
+        total = None
+        for branch, timed in zip(self.branches, self.timed):
+            out = branch(x_TD, offsets, max_length, times_2T) if timed else branch(x_TD, offsets, max_length)
+            total = out if total is None else total + out
         return total / len(self.branches) if len(self.branches) > 1 else total
 
 

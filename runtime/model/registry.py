@@ -1,7 +1,7 @@
 """Block kinds: kind -> module class.
 
-Sequence layers are built as `cls(dim, layer)` and called as `block(x_TD, offsets, max_length)`; interaction layers as `cls(num_tokens, feature_dim,
-dim, layer)`, with `num_outputs` tokens; expert layers as `cls(width, layer)`.
+Sequence layers are built as `cls(dim, layer)` and called as `block(x_TD, offsets, max_length)`, `times_2T` behind these where the layer is timed;
+interaction layers as `cls(num_tokens, feature_dim, dim, layer)`, with `num_outputs` tokens; expert layers as `cls(width, layer)`.
 """
 from __future__ import annotations
 

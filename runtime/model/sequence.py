@@ -18,7 +18,7 @@ from runtime.model.interformer import even_offsets
 from runtime.model.norm import LayerNorm
 from runtime.model.pyramid import newest_events
 from runtime.model.registry import build_block
-from runtime.model.times import TimedInput
+from runtime.model.times import TimedInput, event_times
 
 
 class Summary(nn.Module):
@@ -83,7 +83,7 @@ class SequenceEncoder(nn.Module):
         self.input = nn.Linear(width, dim) if time_buckets is None else TimedInput(width, dim, time_buckets)
         self.groups = nn.ModuleList(nn.ModuleList(build_block(dim, layer) for _ in range(layer.count)) for layer in layers)
         self.summary = Summary(dim) if summary is None else SUMMARIES[summary.kind](dim, summary)
-        self.layers, self.padded = layers, False
+        self.layers, self.padded, self.timed_input = layers, False, time_buckets is not None
 
     def pad(self) -> None:
         """From now on compute the layers on histories padded to the batch's longest: the same values at the price of the padding.
@@ -98,27 +98,32 @@ class SequenceEncoder(nn.Module):
 
     def forward(self, events_TW: Tensor, offsets: Tensor, max_length: int, lengths: np.ndarray,
                 times_T: Tensor | None = None) -> tuple[History, Tensor]:
-        """`lengths`: `(B,)` events of each history, on the host. `times_T`: int64 seconds, where the model has time buckets."""
-        x_TD = self.input(events_TW) if times_T is None else self.input(events_TW, times_T, offsets)
+        """`lengths`: `(B,)` events of each history, on the host. `times_T`: int64 seconds, where the sequence is timed."""
+        x_TD = self.input(events_TW, times_T, offsets) if self.timed_input else self.input(events_TW)
         history = History(x_TD, offsets, max_length)
+        times_2T = event_times(times_T, offsets) if any(layer.timed for layer in self.layers) else None
         starts = sorted({0, *(i for i, layer in enumerate(self.layers) if layer.newest is not None)})
         for start, end in itertools.pairwise((*starts, len(self.layers))):
             newest = self.layers[start].newest if self.layers else None
             if newest is not None:
                 x_TD, offsets = newest_events(history.events, history.offsets, lengths, newest)
+                if times_2T is not None:
+                    times_2T = newest_events(times_2T.t(), history.offsets, lengths, newest)[0].t().contiguous()
                 history, lengths = History(x_TD, offsets, min(history.max_length, newest)), np.minimum(lengths, newest)
-            history = self._level(history, range(start, end))
+            history = self._level(history, range(start, end), times_2T)
         return history, self.summary(*history)
 
-    def _level(self, history: History, groups: range) -> History:
+    def _level(self, history: History, groups: range, times_2T: Tensor | None) -> History:
         """The blocks of `groups`, between which no event is dropped."""
         x_TD, offsets, max_length = history
         if self.padded:
             x_TD = jagged_to_padded(x_TD, offsets, max_len=max_length).flatten(0, 1)
+            if times_2T is not None:
+                times_2T = jagged_to_padded(times_2T.t(), offsets, max_len=max_length).flatten(0, 1).t().contiguous()
             offsets = torch.arange(offsets.shape[0], device=offsets.device) * max_length
         for i in groups:
             for block in self.groups[i]:
-                x_TD = block(x_TD, offsets, max_length)
+                x_TD = block(x_TD, offsets, max_length, times_2T) if self.layers[i].timed else block(x_TD, offsets, max_length)
         if self.padded:
             x_TD = padded_to_jagged(x_TD.unflatten(0, (-1, max_length)), history.offsets, total=history.events.shape[0])
         return history._replace(events=x_TD)

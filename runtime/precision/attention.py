@@ -27,6 +27,8 @@ def use_fp8_attention(block: nn.Module, *, device: torch.device, region: str = "
             continue
         if part.layer.window is not None:
             raise ValueError(f"region {region}: recipe fp8_attention knows no window, the region's is {part.layer.window}; keep the region at bf16")
+        if part.layer.biased:
+            raise ValueError(f"region {region}: recipe fp8_attention knows no bias, the region's layers have one; keep the region at bf16")
         if device.type == "cuda" and (part.layer.head_dim not in HEAD_DIMS or torch.cuda.get_device_capability(device) < (8, 9)):
             raise ValueError(f"region {region}: recipe fp8_attention needs heads of width {' or '.join(map(str, HEAD_DIMS))} and compute capability "
                              f"8.9, the region's are {part.layer.head_dim} wide; keep the region at bf16")

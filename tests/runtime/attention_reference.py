@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import AttentionBias
+
 ACTIVATIONS = {"silu": F.silu, "relu": torch.relu, "identity": lambda x: x, "gelu": lambda x: F.gelu(x, approximate="tanh")}
 
 
@@ -20,19 +22,19 @@ class Counted:
     excess: float = 0.0
 
     def softmax(self, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *, max_q: int, max_k: int, causal: bool = False,
-                window: int | None = None, scale: float | None = None) -> Tensor:
-        return self._attend(q, k, v, q_offsets, k_offsets, causal, window, scale, None, 1.0, None)
+                window: int | None = None, scale: float | None = None, bias: AttentionBias | None = None) -> Tensor:
+        return self._attend(q, k, v, q_offsets, k_offsets, causal, window, scale, None, 1.0, None, bias)
 
     def activated(self, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, *, max_q: int, max_k: int,
                   activation: str = "gelu", scale: float | None = None, divisor: float = 1.0, causal: bool = False,
-                  window: int | None = None) -> Tensor:
-        return self._attend(q, k, v, q_offsets, k_offsets, causal, window, scale, ACTIVATIONS[activation], divisor, None)
+                  window: int | None = None, bias: AttentionBias | None = None) -> Tensor:
+        return self._attend(q, k, v, q_offsets, k_offsets, causal, window, scale, ACTIVATIONS[activation], divisor, None, bias)
 
     def blocks(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_len: int, block: int = 64, causal: bool = False,
                scale: float | None = None) -> Tensor:
         return self._attend(q, k, v, offsets, offsets, causal, None, scale, None, 1.0, block)
 
-    def _attend(self, q, k, v, q_offsets, k_offsets, causal, window, scale, activation, divisor, block) -> Tensor:
+    def _attend(self, q, k, v, q_offsets, k_offsets, causal, window, scale, activation, divisor, block, bias=None) -> Tensor:
         outs = []
         for i in range(len(q_offsets) - 1):
             rows, columns = slice(q_offsets[i], q_offsets[i + 1]), slice(k_offsets[i], k_offsets[i + 1])
@@ -42,6 +44,8 @@ class Counted:
                 continue
             keep = kept(qi.shape[1], ki.shape[1], causal=causal, window=window, block=block)
             scores = (qi @ ki.transpose(1, 2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+            if bias is not None:
+                scores = scores + added(bias, rows, columns)
             if activation is None:
                 weights = scores.masked_fill(~keep, -torch.inf).softmax(-1)
             else:
@@ -49,6 +53,20 @@ class Counted:
             outs.append((weights @ vi).transpose(0, 1))
             self.excess += 4.0 * q.shape[1] * q.shape[2] * float((~keep).sum())
         return torch.cat(outs)
+
+
+def added(bias: AttentionBias, rows: slice, columns: slice) -> Tensor:
+    """`(num_q, num_k)`: HSTU's bias, from tables of one column."""
+    num_q, num_k = rows.stop - rows.start, columns.stop - columns.start
+    distance = torch.arange(num_q).unsqueeze(1) + num_k - num_q - torch.arange(num_k).unsqueeze(0)
+    total = torch.zeros(num_q, num_k)
+    if bias.position_table is not None:
+        reach = len(bias.position_table) // 2
+        total = total + bias.position_table[distance.clamp(-reach, reach) + reach, 0]
+    if bias.time_table is not None:
+        passed = (bias.q_times[rows].unsqueeze(1) - bias.k_times[columns].unsqueeze(0)).abs().clamp(min=1).double()
+        total = total + bias.time_table[(passed.log() / 0.301).long().clamp(max=len(bias.time_table) - 1), 0]
+    return total
 
 
 def kept(num_q: int, num_k: int, *, causal: bool, window: int | None, block: int | None = None) -> Tensor:

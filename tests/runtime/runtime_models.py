@@ -20,6 +20,7 @@ LAYERS: dict[str, tuple[LayerGroup, ...]] = {
         LayerGroup(kind="self_attention", heads=4, head_dim=8, mlp_dim=0),
         LayerGroup(kind="self_attention", heads=2, head_dim=16, mlp_dim=32, causal=False),
         LayerGroup(kind="self_attention", heads=1, head_dim=32, mlp_dim=32, window=3),
+        LayerGroup(kind="self_attention", heads=2, head_dim=16, causal=False, relative_positions=5),
     ),
     "gdpa": (
         LayerGroup(kind="gdpa", heads=2, head_dim=16, mlp_dim=48, activation="gelu", divisor=20.0),
@@ -32,6 +33,7 @@ LAYERS: dict[str, tuple[LayerGroup, ...]] = {
     "hstu": (
         LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=50.0),
         LayerGroup(kind="hstu", heads=1, head_dim=8, divisor=7.0),
+        LayerGroup(kind="hstu", heads=2, head_dim=8, divisor=7.0, relative_positions=12),
     ),
     "llama": (
         LayerGroup(kind="llama", heads=4, head_dim=8, mlp_dim=48, options={"kv_heads": 2}),
@@ -45,6 +47,12 @@ LAYERS: dict[str, tuple[LayerGroup, ...]] = {
         LayerGroup(kind="pyramid", branches=(Layer(kind="block_attention", heads=2, head_dim=16, mlp_dim=48, block=32),)),
     ),
 }
+# layers that read when events happened
+TIMED = (LayerGroup(kind="hstu", heads=2, head_dim=16, divisor=50.0, time_buckets=40, relative_positions=9),
+         LayerGroup(kind="self_attention", heads=2, head_dim=16, mlp_dim=24, time_buckets=16),
+         LayerGroup(kind="gdpa", heads=2, head_dim=8, activation="gelu", divisor=20.0, causal=True, window=6, time_buckets=128),
+         LayerGroup(kind="pyramid", newest=7, branches=(Layer(kind="hstu", heads=2, head_dim=8, divisor=9.0, time_buckets=30),
+                                                        Layer(kind="self_attention", heads=1, head_dim=16))))
 PMA = Layer(kind="pma", heads=2, head_dim=16, num_queries=3)
 # levels that shorten histories
 PYRAMID = (LayerGroup(kind="self_attention", heads=2, head_dim=16, mlp_dim=48), dataclasses.replace(LAYERS["pyramid"][0], newest=9),
