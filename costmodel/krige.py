@@ -38,19 +38,23 @@ class Surface:
 
     @functools.cached_property
     def _ready(self) -> tuple[np.ndarray, ...]:
+        """Points over their lengths, weights, slope of the trend, box, centre, spread, spread over lengths."""
         raw = np.log1p(np.asarray(self.points, dtype=np.float64))
         centre, spread = raw.mean(axis=0), spread_of(raw)
-        return ((raw - centre) / spread, np.asarray(self.lengths, dtype=np.float64), np.asarray(self.weights, dtype=np.float64), raw.min(axis=0),
-                raw.max(axis=0), centre, spread)
+        x, stretch = (raw - centre) / spread, _SQRT3 / np.asarray(self.lengths, dtype=np.float64)
+        weights = np.asarray(self.weights, dtype=np.float64)
+        return x * stretch, weights, self.trend * (weights @ x), raw.min(axis=0), raw.max(axis=0), centre, spread, stretch
 
     def at(self, features: np.ndarray) -> tuple[float, float]:
-        """(y, log distance outside the box of the points) at raw features `(d,)`."""
-        x, lengths, weights, low, high, centre, spread = self._ready
+        """(y, log distance outside the box of the points) at raw features `(d,)`; `kernel` with what does not change taken out of it."""
+        points, weights, slope, low, high, centre, spread, stretch = self._ready
         raw = np.log1p(features)
         inside = np.minimum(np.maximum(raw, low), high)
-        outside = float(np.abs(raw - inside).max(initial=0.0))
-        here = ((inside - centre) / spread)[None]
-        return self.mean + float(kernel(here, x, lengths, self.trend)[0] @ weights), outside
+        here = (inside - centre) / spread
+        away = points - here * stretch
+        distance = np.sqrt(np.einsum("ij,ij->i", away, away))
+        y = self.mean + float(((1.0 + distance) * np.exp(-distance)) @ weights + here @ slope)
+        return y, float(np.abs(raw - inside).max(initial=0.0))
 
 
 def spread_of(raw: np.ndarray) -> np.ndarray:

@@ -366,7 +366,7 @@ def kept_in_8_bits(tensors: Iterable[Saved], *, stored: Container[str], again: C
     def treated(name: str) -> str:
         return "stored" if name in stored else "again" if name in again else "made" if name in made else "wide"
 
-    return tuple(dataclasses.replace(t, in_8_bits=treated(t.name)) for t in tensors)  # type: ignore[arg-type]
+    return tuple([Saved(t.name, t.elements, t.level, t.bytes_each, t.rows, treated(t.name)) for t in tensors])  # type: ignore[arg-type]
 
 
 def norm_saved(name: str, rows: float, width: float, level: str) -> tuple[Saved, ...]:
