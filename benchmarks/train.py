@@ -2,7 +2,7 @@
 
     python -m benchmarks.train [--device cpu|cuda] [--only STAGE ...] [--resume] [--seconds S] [--models MODEL ...]
 
-On the CPU (docs/results/train-cpu): `balance`, `input`, `tables`, `soak`, `saving`, `hung`, `exits`, and `speed` at tiny size. On a GPU
+On the CPU (docs/results/train-cpu): `balance`, `modes`, `input`, `tables`, `soak`, `saving`, `hung`, `exits`, and `speed` at tiny size. On a GPU
 (docs/results/train-h200) `speed` alone, within `--seconds`. Rows are written as soon as a stage is done; `--resume` keeps those of stages that are
 not asked for.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.results import Row
 
-CPU_STAGES = ("balance", "input", "tables", "soak", "saving", "hung", "exits", "speed")
+CPU_STAGES = ("balance", "modes", "input", "tables", "soak", "saving", "hung", "exits", "speed")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def _stage(stage: str, work: Path, options: argparse.Namespace) -> Iterable[list
     from benchmarks import train_balance, train_faults, train_input
 
     simple: dict[str, Callable[[Path], Iterable[Row]]] = {
-        "balance": lambda _: train_balance.rows(), "input": train_input.rows, "tables": _tables, "soak": train_faults.soak,
+        "balance": lambda _: train_balance.rows(), "input": train_input.rows, "tables": _tables, "modes": _modes, "soak": train_faults.soak,
         "saving": train_faults.kills_while_saving, "hung": train_faults.hung, "exits": train_faults.exits}
     if stage in simple:
         return [list(simple[stage](work))]
@@ -73,6 +73,15 @@ def _tables(work: Path) -> Iterable[Row]:
     plan = train_tables.plans()["full"]
     torchrun("benchmarks.train_tables", [str(work)], plan.layout.world_size, plan.cluster, work / "log", timeout=600)
     return train_tables.rows(json.loads((work / "measured.json").read_text()))
+
+
+def _modes(work: Path) -> Iterable[Row]:
+    from benchmarks import train_modes
+    from benchmarks.fidelity import torchrun
+
+    cluster = next(iter(train_modes.plans().values())).cluster
+    torchrun("benchmarks.train_modes", [str(work)], train_modes.RANKS, cluster, work / "log", timeout=900)
+    return train_modes.rows(json.loads((work / "measured.json").read_text()))
 
 
 if __name__ == "__main__":

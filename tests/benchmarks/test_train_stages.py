@@ -5,11 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import train_input, train_speed
+from benchmarks import train_input, train_modes, train_speed
 from costmodel.lower import model_flops
+from costmodel.plan import Layout
 from costmodel.regions import regions
 from costmodel.workload import Lengths
 from kernels import block_attention, jagged_attention
+from planner.space import BATCHINGS
+from runtime.data import open_source
+from runtime.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -54,3 +58,18 @@ def test_a_loader_of_an_event_file_resumes_and_is_timed(tmp_path):
     assert all(row.value > 0 for row in rows.values()) and len(rows) == 6
     (resumed,) = (row for name, row in rows.items() if "resumes" in name)
     assert resumed.value == resumed.target == 24 - train_input.RESUMED_AT
+
+
+def test_balance_modes_are_measured_on_equal_batches_and_predicted_each():
+    plans = train_modes.plans()
+    assert set(plans) == set(BATCHINGS) and len({p.identity() for p in plans.values()}) == len(plans)
+    plan = plans["sorted_buckets"]
+    trainer = Trainer(dataclasses.replace(plan, layout=Layout(), local_batch=plan.local_batch * plan.layout.world_size, tables=tuple(
+        dataclasses.replace(t, sharding="table_wise", ranks=(0,)) for t in plan.tables)), open_source(plan.model, plan.workload, seed=plan.seed),
+        device=torch.device("cpu"))
+    assert train_modes.work(trainer, 8) == 1.0  # one rank waits for nobody
+    measured = {mode: {"seconds": 2.0 if mode == "padded" else 1.0, "work": 1.0, "saved": 1e6} for mode in plans}
+    rows = {row.name: row for row in train_modes.rows(measured)}
+    assert len(rows) == 3 * len(plans) and rows["modes: padded, step time over that in arrival order"].value == 2.0
+    predicted = {mode: float(rows[f"modes: {mode}, max / mean attention work"].note.split("predicted ")[1]) for mode in plans}
+    assert predicted["global"] < predicted["base_batch_shuffling"] <= predicted["jagged"]

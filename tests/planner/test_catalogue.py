@@ -1,9 +1,13 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from costmodel.model import Model
 from planner import catalogue
 from planner.files import check, load
+from planner.scenario import load_scenario
+from planner.search import Search
 from planner.spec import ClusterFile, DeviceFile, ModelFile, WorkloadFile
 
 
@@ -58,3 +62,29 @@ def test_a_scenario_is_found_by_path_or_name(tmp_path: Path):
     assert catalogue.scenario_path(str(own)) == own
     with pytest.raises(ValueError, match="no such scenario file"):
         catalogue.scenario_path(str(tmp_path / "gone.yaml"))
+
+
+def _kinds(model: Model) -> set[str]:
+    """Kinds of layers, those inside pyramids' levels too."""
+    layers = [g for s in model.sequences for g in s.layers] + [*model.interaction_layers, *model.expert_layers]
+    return {g.kind for layer in layers for g in (layer, *layer.branches)}
+
+
+def test_the_bundled_gem_models_have_what_they_are_made_for():
+    files = [catalogue.folder("models") / f"{name}.yaml" for name in ("gem-full", "gem-wide", "gem-trillion")]
+    full, wide, trillion = (check(ModelFile, load(file)).build() for file in files)
+    assert _kinds(full) == {"self_attention", "gdpa", "hstu", "block_attention", "wukong", "interformer", "moe"}
+    assert (full.dim, wide.dim) == (1024, 2048) and _kinds(wide) == _kinds(full)
+    assert _kinds(trillion) >= _kinds(full) | {"pyramid"}
+    assert sum(t.count for t in trillion.tables) == 1536 and trillion.num_sparse_parameters == pytest.approx(2.6e12, rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_largest_one_is_planned_on_4096_devices():
+    scenario = load_scenario("gem-trillion-4096xb200", with_variants=False)
+    scenario = dataclasses.replace(scenario, search=dataclasses.replace(scenario.search, time_limit=20.0))
+    state = Search(scenario, None, time_limit=20.0, gap=0.02)
+    state.run()
+    plan = state.incumbent.plan
+    assert plan.layout.world_size == 4096 and state.incumbent.memory.fits and not plan.predict_only
+    assert sum(len(t.names) for t in plan.model.tables) == len(plan.tables) == 1536
