@@ -2,7 +2,7 @@
 
 Features of a sequence block: its LayerGroup numbers (`heads`, `head_dim`, `mlp_dim`, `window`, `block`, `divisor`; absent: the default; `causal` 1 or
 0; `activation` an index of GDPA_ACTIVATIONS), `dim`, and the batch: `samples`, `tokens`, `pairs`, `longest`. Of a fixed part: `sequence_input` width,
-num_tables, dim; `summary` dim; `wukong` num_tokens, feature_dim, dim, mlp_dim, first (1 or 0) and its options; `mlp` concat (1 or 0) and
+num_tables, dim; `summary` dim; `wukong` num_tokens, feature_dim, dim, mlp_dim, first (1 or 0), its options; `interformer` both; `mlp` concat and
 `width0, width1, ...`; `heads` width, num_heads and `hidden0, ...` of each; with `samples` and, over events, `tokens`.
 """
 from __future__ import annotations
@@ -16,7 +16,7 @@ from costmodel.blocks.attention import GDPA_ACTIVATIONS, BlockAttention, Gdpa, H
 from costmodel.blocks.base import BatchShape, Block, JaggedShape
 from costmodel.blocks.experts import Experts
 from costmodel.blocks.fixed import Heads, Mlp, SequenceInput, Summary
-from costmodel.blocks.interaction import InteractionBlock, Wukong
+from costmodel.blocks.interaction import InteractionBlock, InterFormer, Wukong
 from costmodel.blocks.llama import Llama, NextEvent
 from costmodel.blocks.masknet import MaskNet
 from costmodel.blocks.pma import Pma
@@ -26,7 +26,7 @@ from costmodel.ops import Op
 
 SEQUENCE_KINDS = {cls.kind: cls for cls in (SelfAttention, Gdpa, BlockAttention, Hstu)}
 _SEQUENCE = "sequence"
-_DENSE = ("wukong", "mlp", "heads")
+_DENSE, _OTHERS = ("wukong", "mlp", "heads"), ("sequence_input", "summary", "interformer")
 _INTEGERS = ("heads", "head_dim", "mlp_dim", "window", "block", "num_queries", "num_experts")
 
 
@@ -56,6 +56,13 @@ def measured_block(kind: str, features: Mapping[str, float]) -> Block:
             group = LayerGroup(kind=kind, mlp_dim=int(features["mlp_dim"]), options={name: int(features[name]) for name in Wukong.options})
             return Wukong(group, num_tokens=int(features["num_tokens"]), feature_dim=int(features["feature_dim"]), dim=int(features["dim"]),
                           first=bool(features["first"]))
+        if kind == "interformer":
+            values = {name: int(features[name]) for name in _INTEGERS if features.get(name)}
+            group = LayerGroup(kind=kind, causal=bool(features["causal"]), divisor=features["divisor"], sequence=_SEQUENCE,
+                               activation=GDPA_ACTIVATIONS[int(features["activation"])],
+                               options={name: int(features[name]) for name in InterFormer.options}, **values)
+            return InterFormer(group, num_tokens=int(features["num_tokens"]), feature_dim=int(features["feature_dim"]), dim=int(features["dim"]),
+                               first=bool(features["first"]))
         if kind == "mlp":
             widths = _numbered(features, "width")
             return Mlp("mlp", widths[0], widths[1:], concat=bool(features["concat"]))
@@ -64,7 +71,7 @@ def measured_block(kind: str, features: Mapping[str, float]) -> Block:
             return Heads(int(features["width"]), tuple(Head(name=f"head{i}", hidden=hidden) for i in range(int(features["num_heads"]))))
     except KeyError as error:
         raise ValueError(f"op block:{kind}: feature {error.args[0]} is missing") from error
-    raise ValueError(f"op block:{kind}: unknown block kind; known: {', '.join((*SEQUENCE_KINDS, 'sequence_input', 'summary', *_DENSE))}")
+    raise ValueError(f"op block:{kind}: unknown block kind; known: {', '.join((*SEQUENCE_KINDS, *_OTHERS, *_DENSE))}")
 
 
 def _numbered(features: Mapping[str, float], name: str) -> tuple[int, ...]:
@@ -88,8 +95,8 @@ def measured_block_ops(kind: str, features: Mapping[str, float], precision: str)
 
 def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
     """The features to record with a sample of `block` timed at `batch`; `measured_block_ops` reads them back. None where they cannot describe the
-    block: heads of different hidden widths, expert layers, interaction layers other than Wukong's, histories with times, scores with a bias (they are
-    priced as the sum of their ops)."""
+    block: heads of different hidden widths, expert layers, interaction layers but Wukong's and InterFormer's, histories with times, biased scores
+    (they are priced as the sum of their ops)."""
     values: dict[str, float] = {"samples": float(batch.samples)}
     if isinstance(block, Llama | MaskNet | NextEvent | Pma | Pyramid):
         return None
@@ -100,10 +107,12 @@ def block_features(block: Block, batch: BatchShape) -> dict[str, float] | None:
             return None
         hidden = block.heads[0].hidden
         return {**values, "width": float(block.width), "num_heads": float(len(block.heads)), **{f"hidden{i}": float(w) for i, w in enumerate(hidden)}}
-    if isinstance(block, Wukong):
-        shape = {name: float(getattr(block, name)) for name in ("num_tokens", "feature_dim", "dim", "first")}
-        return {**values, **shape, "mlp_dim": float(block.group.mlp_dim), **{name: float(block.option(name)) for name in Wukong.options}}
-    if isinstance(block, InteractionBlock | Experts):
+    if isinstance(block, Wukong | InterFormer):
+        values.update({name: float(getattr(block, name)) for name in ("num_tokens", "feature_dim", "dim", "first")},
+                      **{name: float(block.option(name)) for name in block.options})
+        if isinstance(block, Wukong):
+            return {**values, "mlp_dim": float(block.group.mlp_dim)}
+    elif isinstance(block, InteractionBlock | Experts):
         return None
     shape = batch.sequences[block.sequence].newest(block.limit)
     values.update(tokens=shape.tokens, dim=float(block.dim))

@@ -224,6 +224,8 @@ def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: t
     def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return noise(*shape, device=device).to(dtype).requires_grad_()
 
+    first = region.name == ("interaction.0" if model.interaction_layers else "interaction")
+    history: tuple[Tensor, Tensor, int] | tuple[()] = ()
     if region.sequence:
         lengths = np.minimum(batch.lengths[region.sequence], region.block.limit or np.inf).astype(np.int64)
         tokens, longest = int(lengths.sum()), int(lengths.max())
@@ -238,11 +240,12 @@ def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: t
 
             return leaves, enter
         x = leaf(tokens, model.dim, dtype=dtype)
-        return [x], lambda: block(x, offsets, longest)
+        if not region.name.startswith("interaction."):
+            return [x], lambda: block(x, offsets, longest)
+        history = (x, offsets, longest)
     if region.name == "bottom":
         dense = noise(samples, model.num_dense_features, device=device)
         return [], lambda: block(dense)
-    first = region.name == ("interaction.0" if model.interaction_layers else "interaction")
     if first:
         leaves = [leaf(t.count, samples, t.dim) for t in model.tables if t.sequence is None]
         others = [leaf(samples, model.dim, dtype=dtype) for _ in model.sequences]
@@ -251,15 +254,20 @@ def _fed(plan: Plan, region: Region, block: nn.Module, batch: Lengths, device: t
         def interact() -> Tensor:
             features = [stacked.transpose(0, 1) for stacked in leaves] + others
             x = torch.cat([f.to(features[-1].dtype).flatten(1) for f in features], dim=1)
-            return block(x.unflatten(1, (-1, model.feature_dim)) if model.interaction_layers else x)
+            return tokens_of(block(x.unflatten(1, (-1, model.feature_dim)) if model.interaction_layers else x, *history))
 
-        return [*leaves, *others], interact
+        return [*leaves, *others, *history[:1]], interact
     if region.name.startswith("interaction."):
-        tokens = leaf(samples, region.block.num_tokens, model.feature_dim, dtype=dtype)
-        return [tokens], lambda: block(tokens)
+        features = leaf(samples, region.block.num_tokens, model.feature_dim, dtype=dtype)
+        return [features, *history[:1]], lambda: tokens_of(block(features, *history))
     width = region.block.widths[0] if region.name == "interaction" else model.interaction_hidden[-1]
     x = leaf(samples, width, dtype=dtype)
     return [x], lambda: block(x)
+
+
+def tokens_of(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """The feature tokens that an interaction layer hands on, without a history's events."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 # --- tables, optimizer, input ---

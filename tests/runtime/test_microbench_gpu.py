@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.fidelity_gpu_space import _one, _with_interactions
+from benchmarks.fidelity_gpu_space import _one, _with_crossing, _with_interactions
 from benchmarks.fidelity_space import _subject
 from costmodel.blocks.measured import measured_block_ops
 from costmodel.cluster import Cluster, Device
@@ -52,6 +52,15 @@ def test_layers_over_features_are_timed_as_the_ops_that_they_are_priced_by(plan)
     own = [r.block for r in regions(model) if r.kind == "wukong"]
     for block, sample in zip(own, samples[::2]):
         assert measured_block_ops("wukong", sample.features, "bf16") == block.forward(batch.shape, "bf16")
+
+
+def test_layers_between_features_and_histories_are_timed_with_both(plan):
+    crossed = _one(_with_crossing(_with_interactions(plan.model, 16, 1, 4, 3, 24)), plan.workload, plan.cluster)
+    (batch, _) = gpu.batches(crossed, np.random.default_rng(0))
+    samples = [s for s in gpu.block_samples(crossed, batch, CPU, precision="bf16", policies=("none",), seconds=0.0) if s.op == "block:interformer"]
+    assert [(s.phase, s.variant, s.features["first"]) for s in samples] == [("forward", "", 1.0), ("backward", "", 1.0)]
+    block = next(r.block for r in regions(crossed.model) if r.kind == "interformer")
+    assert measured_block_ops("interformer", samples[0].features, "bf16") == block.forward(batch.shape, "bf16")
 
 
 def test_a_smaller_batch_is_timed_too(plan):
