@@ -144,7 +144,7 @@ def predict_after(work: Path, calibration: Calibration) -> None:
     """What the model of now says of plans that have run, beside what was predicted of them: W/NAME/after.json, which is no score."""
     known = without_loader(calibration)
     for path in sorted(work.glob("*/run.json")):
-        plan = _as_run(Plan.load(path.parent / "plan.json"))
+        plan = _as_run(space.recorded(path.parent))
         (path.parent / "after.json").write_text(json.dumps({"prediction": encode(estimate(plan, known)), "calibration": calibration.fingerprint,
                                                             "commit": results.commit()}) + "\n")
 

@@ -47,7 +47,7 @@ from costmodel.codec import content_hash, encode
 from costmodel.plan import Layout, Plan
 from costmodel.runresult import PHASES
 from costmodel.samples import CONSTANT_PREFIX, Sample, read_samples, write_samples
-from runtime import mesh
+from runtime import cores, mesh
 from runtime.batch import Batch
 from runtime.data import open_source
 from runtime.microbench import collectives, contention, exchange, gpu, peercopy
@@ -108,6 +108,14 @@ class Calibrating:
             self.hosts({name.replace(":", "@1:") if ":" in name else f"{name}@1": seconds
                         for name, seconds in collectives.unit_hosts(whole).items() if name.startswith("fsdp")})
 
+    def cores(self) -> None:
+        """How unlike the cores are that ranks run on at one time."""
+        found = list(cores.speeds(cores.own_part(sorted(os.sched_getaffinity(0)), self.meshes.rank, self.meshes.world_size)).values())
+        everyone: list[list[float]] = [[]] * self.meshes.world_size
+        dist.all_gather_object(everyone, found, group=mesh.background_group())
+        self.notes["cores"] = everyone
+        self.hosts({"spread": cores.spread([seconds for one in everyone for seconds in one])})
+
     def hosts(self, figures: dict[str, float]) -> None:
         """Constants of `costmodel.hosttime`."""
         for name, seconds in figures.items():
@@ -147,6 +155,7 @@ def calibrate(job: Calibrating) -> None:
     meshes, device, cuda = job.meshes, job.session.device, job.session.device.type == "cuda"
     job.part("collectives", lambda: job.keep(collectives.collective_timings(meshes, sizes=collectives.QUICK_SIZES, seconds=0.03)))
     if cuda:
+        job.part("cores", job.cores)
         job.part("uneven", lambda: job.uneven(collectives.uneven_timings(meshes)))
     job.part("units", job.units)
     job.part("shards", lambda: job.exchanged(exchange.host_seconds(meshes)))

@@ -105,7 +105,7 @@ def load(work: Path) -> tuple[list[Ran], list[str]]:
             if "failed" in found:
                 failed.append(f"{name}: {found['failed']}")
             else:
-                ran.append(Ran(name=name, plan=Plan.load(work / name / "plan.json"), found=found, where=_where(work, name, found),
+                ran.append(Ran(name=name, plan=space.recorded(work / name), found=found, where=_where(work, name, found),
                                after=json.loads(later.read_text()) if (later := work / name / "after.json").exists() else None))
     return ran, failed
 
@@ -139,7 +139,7 @@ def report(work: Path, device: str, *, out: Path, note: str = "") -> Path:
         raise SystemExit(f"{work}: no plan on several ranks has run yet and no link was timed; failed: {'; '.join(failed) or 'none'}")
     rows = [*(plan_rows(ran) if several else [_none_row(work), *map(_plan_row, ran)]), *links]
     names = [one.name for one in ran] or json.loads((work / "plans.json").read_text())
-    plans = {name: Plan.load(work / name / "plan.json") for name in names}
+    plans = {name: space.recorded(work / name) for name in names}
     what = space.describe(plans) if device == "cuda" else "The plans of several GPUs, shrunk, on two CPU ranks"
     intro = (f"{what}. Every plan was predicted before it ran; nothing of a run entered the calibration. Batches were built beforehand and repeated, "
              f"and the predictions leave the loader out. Exposed communication is what the devices' traces show of collectives with nothing beside "
@@ -162,7 +162,7 @@ def _of_links(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _none_row(work: Path) -> Row:
-    plans = [Plan.load(work / name / "plan.json") for name in json.loads((work / "plans.json").read_text())]
+    plans = [space.recorded(work / name) for name in json.loads((work / "plans.json").read_text())]
     return Row(name="plans scored", value=0, unit="", target=WANTED,
                note=f"{sum(p.layout.world_size > 1 for p in plans)} are predicted and wait; step error, exposed communication, memory, regret, "
                     "scaling and equal losses are not measured")

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.cluster import Cluster
+from costmodel.codec import decode
 from costmodel.model import Model
 from costmodel.plan import Layout, Plan, RegionPlan, TablePlacement
 from costmodel.regions import default_region_plans
@@ -199,10 +202,18 @@ def _tiny_workload(workload: Workload) -> Workload:
     return dataclasses.replace(workload, lengths=lengths, source=EventSource(num_events=2000))
 
 
+def recorded(folder: Path) -> Plan:
+    """The plan that `folder` keeps, whichever version of this repository wrote it: options that are newer have their defaults, and its hash does not
+    count them."""
+    body = json.loads((folder / "plan.json").read_text())
+    body.pop("content_hash", None)
+    return decode(Plan, body)
+
+
 def describe(plans: dict[str, Plan]) -> str:
     """One paragraph for the report of these plans."""
     words = {}
-    for name, plan in plans.items():
+    for name, plan in sorted(plans.items(), key=lambda item: -item[1].layout.world_size):
         lengths = next(iter(plan.workload.lengths.values()))
         precision = "fp32" if subject(name) == "full-fp32" else "bf16"
         words.setdefault(subject(name), f"{plan.model.name} ({precision}, global batch {plan.workload.global_batch}, histories of about "

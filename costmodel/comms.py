@@ -116,13 +116,14 @@ class Span:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
     """Seconds of one collective; `tier`: the outermost tier crossed, whose stream it occupies (empty for a group of one); `share`: what it takes from
-    compute beside it; `algorithm`: e.g. `ring/Simple`, `curve`."""
+    compute beside it, `waiting`: while it only waits for another rank; `algorithm`: e.g. `ring/Simple`, `curve`."""
 
     seconds: float
     tier: str
     source: Source
     share: float
     algorithm: str
+    waiting: float = 0.0
 
 
 NOTHING = CollectiveCost(seconds=0.0, tier="", source="measured", share=0.0, algorithm="none")
@@ -211,7 +212,8 @@ class Network:
         if max_over_mean > 1.0:
             seconds = max(seconds, bound_seconds(kind, num_bytes, group, self.cluster, active_groups=active_groups, max_over_mean=max_over_mean))
         share = contention.compute_share(kind, heavy, seconds, self.cluster.device, chosen, self._constants)
-        return CollectiveCost(seconds=seconds, tier=crossed[-1].tier.name, source=source, share=share, algorithm=algorithm)
+        return CollectiveCost(seconds=seconds, tier=crossed[-1].tier.name, source=source, share=share, algorithm=algorithm,
+                              waiting=min(share, contention.waiting_share(kind, self.cluster.device, chosen)))
 
     def _seconds(self, kind: str, num_bytes: float, group: GroupShape, crossed: Sequence[Span],
                  chosen: contention.Transport) -> tuple[float, Source, str]:

@@ -73,6 +73,11 @@ def serving(name: str, kind: str, *, one_host: bool) -> Transport:
     return chosen
 
 
+def waiting_share(kind: str, device: Device, chosen: Transport) -> float:
+    """Share of a GPU [0, 1) that a collective takes which waits for another rank: it holds its SMs and moves nothing."""
+    return min(chosen.sms.get(kind, 0.0) / device.num_sms, 1.0 - RATE_FLOOR) if device.kind == "gpu" and device.num_sms else 0.0
+
+
 # HBM bytes that one rank reads and writes, per byte of message: gathered output written and forwarded; input read and partial sums added;
 # both [Derived].
 HBM_TRAFFIC = {"all_gather": 2.0, "reduce_scatter": 3.0, "all_reduce": 4.0, "all_to_all": 2.0}

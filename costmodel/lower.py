@@ -185,7 +185,8 @@ class _Builder(ReplicaTasks):
             return None
         chained, seconds = not apart and (waits or not self.gpu), sum(cost.seconds for *_, cost in costs)
         taken = sum(cost.seconds * cost.share for *_, cost in costs) / seconds if self.gpu and seconds > 0 else 0.0
-        index = self.add(Task(name=name, stream=tier_stream(costs[0][2].tier), seconds=seconds * share,
+        waiting = max(cost.waiting for *_, cost in costs) if self.gpu else 0.0
+        index = self.add(Task(name=name, stream=tier_stream(costs[0][2].tier), seconds=seconds * share, waiting_fraction=waiting,
                               deps=_deps(*deps, self.last if chained else None), phase="exposed_communication", region=region, kind="collective",
                               bytes=sum(num_bytes for _, num_bytes, _ in costs) * share, source=worst(cost.source for *_, cost in costs),
                               sm_fraction=taken))

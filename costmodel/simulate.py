@@ -9,8 +9,8 @@ and its stream is free. Compute beside collectives runs at the rate
 so a task's end is known once every collective that may start before it is known. Those are exactly the ones that depend on nothing later: one
 pass over the compute stream, resolving the others as far as they go, gives the exact schedule without an event queue.
 
-A collective takes its seconds from when the last rank has come to it; a rank that came earlier waits inside of it, and its compute meanwhile has what
-the collective leaves. `together` gives the schedules of several ranks that meet so in every collective.
+A collective takes its seconds from when the last rank has come to it; a rank that came earlier waits inside of it, and its compute meanwhile lacks
+the SMs that the collective holds (`waiting_fraction`). `together` gives the schedules of several ranks that meet so in every collective.
 
 bound: the schedule without contention (a longest path: every order above is an edge), and for compute tasks p before q
 
@@ -173,9 +173,12 @@ class _Contended:
                     if at < 0.0:
                         break
                     start[i] = at
-                    free = end[i] = max(at, self.come.get(i, at)) + task.seconds
+                    come = max(at, self.come.get(i, at))
+                    free = end[i] = come + task.seconds
+                    if task.waiting_fraction and come > at:
+                        intervals.append((at, come, task.waiting_fraction))
                     if task.sm_fraction and task.seconds:
-                        intervals.append((at, free, task.sm_fraction))
+                        intervals.append((come, free, task.sm_fraction))
                     position += 1
                     moved = True
                 stream[1], stream[2] = position, free

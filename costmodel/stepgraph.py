@@ -22,7 +22,7 @@ class Task:
     stream: `host`, `compute`, `h2d` or `tier:<name>`; a stream runs its tasks one at a time in list order. host_seconds: host time to launch the
     task, spent on the host stream before it may start. phase: the phase whose main-thread time it is (one of PHASES; a collective's own phase is
     where a wait for it would be felt). kind: `compute`, `collective`, `copy` or `host`. sm_fraction: share of the device that a collective takes
-    from compute beside it. compute_bound: how many of `seconds` are ops whose roof is compute.
+    from compute beside it; waiting_fraction: while it waits for another rank. compute_bound: how many of `seconds` are ops whose roof is compute.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Task:
     region: str = ""
     kind: Literal["compute", "collective", "copy", "host"] = "compute"
     sm_fraction: float = 0.0
+    waiting_fraction: float = 0.0
     bytes: float = 0.0
     flops: float = 0.0
     compute_bound: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.cluster import Device
-from costmodel.contention import RATE_FLOOR, TRANSPORTS, compute_share, serving, transport
+from costmodel.contention import RATE_FLOOR, TRANSPORTS, compute_share, serving, transport, waiting_share
 from costmodel.ops import COLLECTIVES
 
 H200 = Device(name="H200-SXM", kind="gpu", peak_flops={"bf16": 989e12}, memory_bytes=141e9, memory_bandwidth=4.8e12, num_sms=132)
@@ -30,6 +30,11 @@ def test_a_share_of_nothing_is_no_measurement_where_sms_are_held():
     formula, nothing = compute_share("all_gather", 1e9, 1e-3, H200, transport("nccl")), {"collective_share/nccl/all_gather": 1e-9}
     assert compute_share("all_gather", 1e9, 1e-3, H200, transport("nccl"), nothing) == formula > 0.1
     assert compute_share("all_gather", 1e9, 1e-3, H200, transport("copy_engine"), {"collective_share/copy_engine/all_gather": 0.0}) == 0.0
+
+
+def test_who_waits_inside_a_collective_holds_its_sms_alone():
+    assert waiting_share("all_gather", H200, transport("nccl")) == pytest.approx(24 / 132)
+    assert waiting_share("all_gather", H200, transport("copy_engine")) == waiting_share("all_gather", CORE, transport("gloo")) == 0.0
 
 
 def test_cpu_ranks_share_their_core():

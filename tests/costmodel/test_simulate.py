@@ -153,11 +153,12 @@ def _timed(graph: StepGraph) -> float:
     return time.perf_counter() - begin
 
 
-def _rank(compute: float, *, share: float = 0.0, host: float = 0.0, after: float = 1.0) -> StepGraph:
+def _rank(compute: float, *, share: float = 0.0, held: float = 0.0, host: float = 0.0, after: float = 1.0) -> StepGraph:
     """A gather that is issued behind a first block and runs beside a second one; a third waits for it."""
     return StepGraph(tasks=(
         Task(name="first", stream=COMPUTE, seconds=compute, host_seconds=host, phase="forward"),
-        Task(name="gather", stream="tier:nvlink", seconds=0.5, deps=(0,), kind="collective", phase="exposed_communication", sm_fraction=share),
+        Task(name="gather", stream="tier:nvlink", seconds=0.5, deps=(0,), kind="collective", phase="exposed_communication", sm_fraction=share,
+             waiting_fraction=held),
         Task(name="second", stream=COMPUTE, seconds=after, phase="forward", deps=(0,)),
         Task(name="third", stream=COMPUTE, seconds=1.0, phase="forward", deps=(1, 2))))
 
@@ -177,10 +178,10 @@ def test_equal_ranks_meet_without_waiting():
 
 
 def test_who_waits_inside_a_collective_computes_at_what_it_leaves():
-    _, fast = together([_rank(3.0, share=0.4, after=4.0), _rank(1.0, share=0.4, after=4.0)])
+    _, fast = together([_rank(3.0, share=0.4, held=0.2, after=4.0), _rank(1.0, share=0.4, held=0.2, after=4.0)])
     # 2.5 s of the second block lie beside the gather, 2 of them beside one that only waits
-    assert fast.contention == pytest.approx(2.5 * 0.4)
-    assert fast.spans[2][2] == pytest.approx(1.0 + 4.0 + 1.0)
+    assert fast.contention == pytest.approx(2.0 * 0.2 + 0.5 * 0.4)
+    assert fast.spans[2][2] == pytest.approx(1.0 + 4.0 + 0.6)
 
 
 def test_a_host_that_is_late_on_one_rank_holds_up_both():

@@ -1,0 +1,50 @@
+"""How fast the cores of a host are just now.
+
+A machine's cores need not be alike: on the 16 of a shared host, nothing else running in the machine, about half of them took 1.9 times as long for
+the same piece of Python as the others, others of them a few tenths of a second later, without any stolen time to be seen [Measured: host of an
+H200, 2026-12-01]. A step that the host makes takes as long as its main thread, so what that thread spends is known no better than this, and two
+ranks of a host are not slow at the same time.
+"""
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+# Times that the piece runs on a core, of which the shortest counts.
+TRIES = 4
+
+
+def piece() -> float:
+    """Seconds of a fixed piece of Python, a fraction of a millisecond."""
+    begin = time.perf_counter()
+    total, seen = 0, {}
+    for i in range(3000):
+        seen[i & 255] = total
+        total += seen.get((i * 7) & 255, 1) & 3
+    return time.perf_counter() - begin
+
+
+def own_part(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
+    """The cores of one of `ranks` processes of a host: neighbours, which share caches and hardware threads; all where there is not one for each."""
+    if len(cores) < ranks:
+        return list(cores)
+    return list(cores)[rank * len(cores) // ranks:(rank + 1) * len(cores) // ranks]
+
+
+def speeds(cores: Sequence[int], timed: Callable[[], float] = piece) -> dict[int, float]:
+    """Seconds of the piece by core; the calling thread visits each of them and comes back to where it was."""
+    before, found = os.sched_getaffinity(0), {}
+    try:
+        for core in cores:
+            os.sched_setaffinity(0, {core})
+            found[core] = min(timed() for _ in range(TRIES))
+    finally:
+        os.sched_setaffinity(0, before)
+    return found
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Standard deviation over the mean of what cores take: how unlike the hosts of ranks are at one time (`host/spread`, `costmodel.peers`)."""
+    return statistics.pstdev(seconds) / statistics.fmean(seconds)
