@@ -34,6 +34,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from costmodel import peers
 from costmodel.calibration import Calibration
 from costmodel.imbalance import slowest_rank
 from costmodel.lower import Factors, Lowered, lower
@@ -215,13 +216,15 @@ def _walk_back(spans: Spans, order: np.ndarray, gaps: np.ndarray, seconds: dict[
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRanks:
-    """The steps of the average and of the slowest rank; equal objects where work is even. slow_node: the slowest device's time over the nominal."""
+    """The steps of the average and of the slowest rank; equal objects where work is even. slow_node: the slowest device's time over the nominal. met:
+    seconds of a step of several GPUs, whose ranks and steps wait for one another; None elsewhere."""
 
     average: Lowered
     timeline: Timeline
     slowest: Lowered
     slowest_timeline: Timeline
     slow_node: float
+    met: float | None = None
 
 
 def simulate_ranks(plan: Plan, calibration: Calibration | None) -> SimulatedRanks:
@@ -230,16 +233,17 @@ def simulate_ranks(plan: Plan, calibration: Calibration | None) -> SimulatedRank
     factors = {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest.sequences.items()}
     average = lower(plan, calibration)
     timeline = simulate(average.graph)
-    if all(f.tokens <= 1.0 and f.pairs <= 1.0 for f in factors.values()):
-        return SimulatedRanks(average=average, timeline=timeline, slowest=average, slowest_timeline=timeline, slow_node=slowest.slow_node)
-    uneven = lower(plan, calibration, factors=factors)
-    return SimulatedRanks(average=average, timeline=timeline, slowest=uneven, slowest_timeline=simulate(uneven.graph), slow_node=slowest.slow_node)
+    even = all(f.tokens <= 1.0 and f.pairs <= 1.0 for f in factors.values())
+    uneven = average if even else lower(plan, calibration, factors=factors)
+    met = peers.step_of(plan, calibration, uneven, factors)
+    return SimulatedRanks(average=average, timeline=timeline, slowest=uneven, slowest_timeline=timeline if even else simulate(uneven.graph),
+                          slow_node=slowest.slow_node, met=None if met is None else met.seconds)
 
 
 def simulated(plan: Plan, calibration: Calibration | None, ranks: SimulatedRanks | None = None) -> Accounting:
     """The identity of a plan's step as `costmodel.estimate` predicts it: the average rank's timeline, then what it waits for others."""
     ranks = ranks or simulate_ranks(plan, calibration)
-    timeline, uneven = ranks.timeline, ranks.slowest_timeline.step_seconds
+    timeline, uneven = ranks.timeline, ranks.slowest_timeline.step_seconds if ranks.met is None else ranks.met
     spans = timeline_spans(ranks.average.graph, timeline, padding_shares(plan, ranks.average.graph, calibration))
     found = account(spans, 0.0, timeline.step_seconds, source="simulated")
     # a curve that is not monotone can make the slowest rank no slower: then everything shrinks alike, as in the estimate

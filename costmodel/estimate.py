@@ -76,7 +76,7 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
     lowered = lower(plan, calibration, factors=factors)
     leads = plan.cluster.device.kind == "gpu" and has_lead(lowered.graph)
     graph = without_launches(lowered.graph) if leads else lowered.graph
-    met = _meeting(plan, calibration, lowered, factors) if mode == "simulated" and plan.cluster.device.kind == "gpu" else None
+    met = peers.step_of(plan, calibration, lowered, factors) if mode == "simulated" else None
     timeline = met.slow if met is not None else simulate(graph) if mode == "simulated" else None
     several = plan.cluster.device.kind == "gpu" and plan.layout.world_size > 1
     least = (lambda of: peers.least(of, pricer(plan, calibration).host)) if several else bound
@@ -115,15 +115,6 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         examples_per_second=rate, by_source=sources, mode=mode, exposed=exposed, imbalance=slowest.report(), maker=maker,
         notes=lowered.notes, alone=average.alone if average is not None else 0.0,
         dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
-
-
-def _meeting(plan: Plan, calibration: Calibration | None, slow: Lowered, factors: Mapping[str, Factors]) -> peers.Step | None:
-    """The step of several ranks; None of one."""
-    ranks = plan.layout.world_size
-    if ranks == 1:
-        return None
-    other = lower(plan, calibration, factors=peers.rest_of(dict(factors), ranks))
-    return peers.meeting(slow.graph, other.graph, ranks=ranks, host=pricer(plan, calibration).host)
 
 
 def _compute_seconds(lowered: Lowered) -> float:

@@ -16,11 +16,14 @@ least: no step is shorter than what any one stream has to do in it, launches on 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from costmodel.calibration import Calibration
 from costmodel.hosttime import HostTimes
 from costmodel.imbalance import standard_maximum
-from costmodel.lower import Factors
+from costmodel.lower import Factors, Lowered, lower
+from costmodel.plan import Plan
+from costmodel.pricer import pricer
 from costmodel.simulate import Timeline, together
 from costmodel.stepgraph import COMPUTE, HOST, StepGraph
 
@@ -47,6 +50,15 @@ def rest(slowest: float, ranks: int) -> float:
 def rest_of(factors: dict[str, Factors], ranks: int) -> dict[str, Factors]:
     """The same of events and pairs."""
     return {name: Factors(tokens=rest(f.tokens, ranks), pairs=rest(f.pairs, ranks)) for name, f in factors.items()}
+
+
+def step_of(plan: Plan, calibration: Calibration | None, slow: Lowered, factors: Mapping[str, Factors]) -> Step | None:
+    """The step of a plan on several GPUs, whose slowest rank is lowered already, with what it carries over the average; None elsewhere."""
+    ranks = plan.layout.world_size
+    if plan.cluster.device.kind != "gpu" or ranks == 1:
+        return None
+    other = lower(plan, calibration, factors=rest_of(dict(factors), ranks))
+    return meeting(slow.graph, other.graph, ranks=ranks, host=pricer(plan, calibration).host)
 
 
 def meeting(slow: StepGraph, other: StepGraph, *, ranks: int, host: HostTimes) -> Step:
