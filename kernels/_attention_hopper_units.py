@@ -24,35 +24,20 @@ from kernels._attention_hopper_pair import _put
 
 
 @gluon.jit
-def _span(tiles, count, H, RANGES: gl.constexpr):
-    """First item of this program, the end of its items, and the step between them."""
-    if RANGES:
-        return gl.load(tiles + gl.program_id(0)), gl.load(tiles + gl.program_id(0) + 1), 1
-    else:
-        return gl.program_id(0), gl.load(count) * H, gl.num_programs(0)
-
-
-@gluon.jit
-def _read_item(q_offsets, k_offsets, tiles, index, total, H, ROWS: gl.constexpr, RANGES: gl.constexpr):
+def _read_item(q_offsets, k_offsets, tiles, index, total, H, ROWS: gl.constexpr):
     """Head, first row of the item, and the sequence's spans; harmless past the last item, so that it can be read ahead.
 
     Items stand by falling work: every other round of the programs goes through them backwards, so that the first program does not get most.
     """
     real = index < total
     programs = gl.num_programs(0)
-    if RANGES:
-        num = gl.load(tiles + programs + 1)
-        sequence = gl.where(real, index % num, 0)
-        head = index // num
-        item = 0
-    else:
-        round_end = (index // programs + 1) * programs
-        back = ((index // programs) % 2 == 1) & (round_end <= total)
-        index = gl.where(back, 2 * round_end - programs - 1 - index, index)
-        head = index % H
-        entry = index // H
-        sequence = gl.load(tiles + 2 * entry, mask=real, other=0)
-        item = gl.load(tiles + 2 * entry + 1, mask=real, other=0)
+    round_end = (index // programs + 1) * programs
+    back = ((index // programs) % 2 == 1) & (round_end <= total)
+    index = gl.where(back, 2 * round_end - programs - 1 - index, index)
+    head = index % H
+    entry = index // H
+    sequence = gl.load(tiles + 2 * entry, mask=real, other=0)
+    item = gl.load(tiles + 2 * entry + 1, mask=real, other=0)
     q_start = gl.load(q_offsets + sequence).to(gl.int32)
     q_len = gl.load(q_offsets + sequence + 1).to(gl.int32) - q_start
     k_start = gl.load(k_offsets + sequence).to(gl.int32)
@@ -64,22 +49,22 @@ def _read_item(q_offsets, k_offsets, tiles, index, total, H, ROWS: gl.constexpr,
 def _produce(
     q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP: gl.constexpr, q_head, k_head, v_head,
     q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail,
-    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, RANGES: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = CONSUMERS * TILES * M
     step = 0  # blocks of keys handed over so far
     done = 0  # tiles handed over so far
-    begins, total, stride = _span(tiles, count, H, RANGES)
+    total = gl.load(count) * H
     head_next, origin_next, q_start_next, q_len_next, k_start_next, k_len_next = _read_item(
-        q_offsets, k_offsets, tiles, begins, total, H, ROWS, RANGES
+        q_offsets, k_offsets, tiles, gl.program_id(0), total, H, ROWS
     )
-    for index in range(begins, total, stride):
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
         head, origin, q_start, q_len, k_start, k_len = head_next, origin_next, q_start_next, q_len_next, k_start_next, k_len_next
         head_next, origin_next, q_start_next, q_len_next, k_start_next, k_len_next = _read_item(
-            q_offsets, k_offsets, tiles, index + stride, total, H, ROWS, RANGES
+            q_offsets, k_offsets, tiles, index + gl.num_programs(0), total, H, ROWS
         )
         low, high, _a, _b = _key_range(origin, q_len, k_len - q_len, k_len, 0, False, False, N)
-        for part in range((q_len + M - 1) // M if RANGES else CONSUMERS * TILES):
+        for part in range(CONSUMERS * TILES):
             first = origin + part * M
             if (first < q_len) & (high > low):
                 slot = done % SLOTS
@@ -108,17 +93,16 @@ def _produce(
 def _help(
     q_offsets, k_offsets, tiles, count, H, v_smem, v_ready, tail,
     N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TILES: gl.constexpr, HELPERS: gl.constexpr,
-    RANGES: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = CONSUMERS * TILES * M
     step = 0
     seen = 0  # bit s: parity of the tails that went through stage s
-    begins, total, stride = _span(tiles, count, H, RANGES)
-    for index in range(begins, total, stride):
-        _h, origin, _q, q_len, _k, k_len = _read_item(q_offsets, k_offsets, tiles, index, total, H, ROWS, RANGES)
+    total = gl.load(count) * H
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        _h, origin, _q, q_len, _k, k_len = _read_item(q_offsets, k_offsets, tiles, index, total, H, ROWS)
         blocks = (k_len + N - 1) // N
         start = (blocks - 1) * N
-        for tile in range((q_len + CONSUMERS * M - 1) // (CONSUMERS * M) if RANGES else TILES):
+        for tile in range(TILES):
             if (origin + tile * (CONSUMERS * M) < q_len) & (k_len > 0) & ((tile == 0) | (k_len > STAGES * N)):
                 step += blocks
                 if start + N > k_len:
@@ -135,7 +119,7 @@ def _consume(
     q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
     PART: gl.constexpr, KIND: gl.constexpr, APPROX: gl.constexpr,
     N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-    STORE: gl.constexpr, RANGES: gl.constexpr,
+    STORE: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = CONSUMERS * TILES * M
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -144,28 +128,26 @@ def _consume(
     dtype: gl.constexpr = v_smem.dtype
     step = 0  # blocks of keys of the items before
     done = 0  # tiles of the items before
-    begins, total, stride = _span(tiles, count, H, RANGES)
+    total = gl.load(count) * H
     empty_scores = gl.zeros([M, N], gl.float32, s_layout)
     # the next item's numbers are fetched while this one computes: two dependent reads would cost about a microsecond an item
     head_next, origin_next, q_start_next, q_len_next, _k, k_len_next = _read_item(
-        q_offsets, k_offsets, tiles, begins, total, H, ROWS, RANGES
+        q_offsets, k_offsets, tiles, gl.program_id(0), total, H, ROWS
     )
-    for index in range(begins, total, stride):
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
         head, origin, q_start, q_len, k_len = head_next, origin_next, q_start_next, q_len_next, k_len_next
         head_next, origin_next, q_start_next, q_len_next, _k, k_len_next = _read_item(
-            q_offsets, k_offsets, tiles, index + stride, total, H, ROWS, RANGES
+            q_offsets, k_offsets, tiles, index + gl.num_programs(0), total, H, ROWS
         )
         low, high, full_low, full_high = _key_range(origin, q_len, k_len - q_len, k_len, 0, False, False, N)
         base = out + q_start.to(gl.int64) * (H * D) + head * D
         stats = lse + head.to(gl.int64) * total_q + q_start
-        here = (q_len - origin + M - 1) // M  # tiles of the item
-        if not RANGES:
-            here = gl.minimum(here, CONSUMERS * TILES)
+        here = gl.minimum((q_len - origin + M - 1) // M, CONSUMERS * TILES)  # tiles of the item
         if (high > low) & (here > 0):
             mine = (PART + CONSUMERS - done % CONSUMERS) % CONSUMERS  # the first of them that is this consumer's
             resident = k_len <= STAGES * N
             blocks = (high - low + N - 1) // N
-            for tile in range((q_len + CONSUMERS * M - 1) // (CONSUMERS * M) if RANGES else TILES):
+            for tile in range(TILES):
                 part = mine + tile * CONSUMERS
                 if part < here:
                     begin = origin + part * M
@@ -238,7 +220,7 @@ def _consume(
                 step += blocks
             done += here
         else:  # rows that keep no column
-            for tile in range((q_len + CONSUMERS * M - 1) // (CONSUMERS * M) if RANGES else TILES):
+            for tile in range(TILES):
                 begin = origin + (PART + tile * CONSUMERS) * M
                 if begin < q_len:
                     if KIND == "softmax":
@@ -253,12 +235,11 @@ def hopper_units_kernel(
     q_desc, k_desc, v_desc, out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, GROUP: gl.constexpr,
     q_head, k_head, v_head, scale, inv_divisor, KIND: gl.constexpr, APPROX: gl.constexpr,
     N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-    STORE: gl.constexpr, RANGES: gl.constexpr,
+    STORE: gl.constexpr,
     PRODUCERS: gl.constexpr, HELPERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over `tiles` (items of TILES * CONSUMERS * M query rows) of every head, or with RANGES over whole sequences, head by head, of which
-    `tiles` says where each program begins. Scores scale by `scale` > 0 (base 2 for softmax).
+    """Persistent over `tiles` (items of TILES * CONSUMERS * M query rows) of every head. Scores scale by `scale` > 0 (base 2 for softmax).
 
     Up to STAGES * N keys of a sequence stay for an item, more are read again for every CONSUMERS tiles; SLOTS >= CONSUMERS tiles are in flight.
     STORE: whole tiles leave by TMA.
@@ -288,14 +269,14 @@ def hopper_units_kernel(
             [
                 (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
                         q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        0, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE, RANGES)),
+                        0, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
                 (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
                         q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        1, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE, RANGES)),
+                        1, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
                 (_produce, (q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP, q_head, k_head, v_head,
                         q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail,
-                        N, STAGES, CONSUMERS, TILES, SLOTS, RANGES)),
-                (_help, (q_offsets, k_offsets, tiles, count, H, v_smem, v_ready, tail, N, D, STAGES, CONSUMERS, TILES, HELPERS, RANGES)),
+                        N, STAGES, CONSUMERS, TILES, SLOTS)),
+                (_help, (q_offsets, k_offsets, tiles, count, H, v_smem, v_ready, tail, N, D, STAGES, CONSUMERS, TILES, HELPERS)),
             ],
             [4, PRODUCERS, HELPERS],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -305,17 +286,17 @@ def hopper_units_kernel(
             [
                 (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
                         q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        0, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE, RANGES)),
+                        0, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
                 (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
                         q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        1, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE, RANGES)),
+                        1, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
                 (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
                         q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        2, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE, RANGES)),
+                        2, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
                 (_produce, (q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP, q_head, k_head, v_head,
                         q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail,
-                        N, STAGES, CONSUMERS, TILES, SLOTS, RANGES)),
-                (_help, (q_offsets, k_offsets, tiles, count, H, v_smem, v_ready, tail, N, D, STAGES, CONSUMERS, TILES, HELPERS, RANGES)),
+                        N, STAGES, CONSUMERS, TILES, SLOTS)),
+                (_help, (q_offsets, k_offsets, tiles, count, H, v_smem, v_ready, tail, N, D, STAGES, CONSUMERS, TILES, HELPERS)),
             ],
             [4, 4, PRODUCERS, HELPERS],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import _hopper_choices as choices
 from kernels._launch import run
 from kernels._tiles import tile_map, zero_unowned
 
@@ -126,11 +125,11 @@ def backward(
     if dq.numel() == 0 or offsets.shape[0] < 2:
         return dq.zero_(), dk.zero_(), dv.zero_()
     zero_unowned(offsets, dq, dk, dv)
-    if choices.BLOCK_SLOTS and q.is_cuda:
+    if q.is_cuda:
         from kernels import _hopper_launch  # Gluon's Hopper half; only where there is a GPU
 
         if _hopper_launch.block_fits((q, k, v, grad), block):
-            _hopper_launch.block_backward(grad, q, k, v, dq, dk, dv, offsets, causal, scale, choices.BLOCK_SLOTS)
+            _hopper_launch.block_backward(grad, q, k, v, dq, dk, dv, offsets, causal, scale)
             return dq, dk, dv
     slots = tile_map(offsets, q.shape[0], block)
     run(

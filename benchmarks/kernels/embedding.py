@@ -72,8 +72,9 @@ def measure(done: set[str]) -> Iterator[Row]:
         peers={"torch EmbeddingBag sparse + indexing": 100 * ideal / peer, "FBGEMM (published, other GPU)": 26.5,
                "Triton TBE (published, other GPU)": 28.2},
         note=f"measured here; {time * 1e6:.0f} us, {distinct:.0f} distinct rows, ideal {ideal * 1e6:.0f} us at {rate / 1e12:.2f} TB/s; "
-             "tried: tiles of ids with a segmented scan (618 us), 1 to 8 runs at a time, runs of 8 to 64 rows cut into shares, a kernel a step "
-             "(420 us on another H200, at twice the host time); the sort takes 106 us, scattered rows that are read and written most of the rest",
+             "tried: tiles of ids with a segmented scan (618 us), runs in the order of their rows (446), a kernel a step (420 on another H200, at "
+             "twice the host time), runs by length (403 to 472 with 2 to 8 runs of one row and 1 to 4 of four at a time, 20 to 28 programs a "
+             "multiprocessor); torch's sort takes 106, rows read and written once 112, and 20 reads of each gradient from L2 about as long",
     )  # fmt: skip
     yield Row(
         name=names[1], value=read / lookup / 1e12, unit="TB/s", peers={"torch EmbeddingBag": read / torch_lookup / 1e12},

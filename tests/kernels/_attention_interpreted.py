@@ -87,24 +87,7 @@ def check_fp8(kind: str, causal: bool) -> None:
         _compare("fp8 log-sum-exp", (lse[:, rows],), (true_lse[:, rows],))
 
 
-def check_even_ranges():
-    """Programs' shares of the work differ by one sequence at most; rows that nobody owns are zeroed."""
-    from kernels._tiles import even_ranges
-
-    for count, heads, programs, longest in ((40, 4, 13, 257), (7, 2, 5, 1)):  # the second: nothing but empty sequences
-        lengths = [torch.randint(0, longest, (count,)) for _ in range(2)]
-        edges = [torch.cat([torch.zeros(1, dtype=torch.long), x.cumsum(0)]).int() for x in lengths]
-        out = torch.full((int(edges[0][-1]) + 3, heads, 8), 7.0)
-        *starts, end, num = even_ranges(*edges, heads, programs, out).tolist()
-        assert (end, num) == (count * heads, count) and starts == sorted(starts) and not out[-3:].any()
-        tiles, blocks = ((x + 63) // 64 for x in lengths)
-        work = torch.where(tiles > 0, tiles * blocks + 2 * (tiles + blocks), 0 * tiles).repeat(heads)
-        shares = [int(work[a:b].sum()) for a, b in zip(starts, [*starts[1:], end], strict=True)]
-        assert sum(shares) == work.sum() and max(abs(x - int(work.sum()) / programs) for x in shares) <= work.max()
-
-
 def main() -> int:
-    check_even_ranges()
     check_attention("softmax", True, 0, "split", split=True)
     check_attention("silu", False, 20, "split", split=False)
     check_attention("gelu", True, 0, "few", split=True)

@@ -72,9 +72,8 @@ def options(kind: str, causal: bool, window: int) -> AttentionOptions:
 
 def main() -> int:
     launch.run = compile_only
-    launch.num_programs = lambda device, waves=1: 132
+    launch.num_programs = lambda *_: 132
     launch.ranked_tiles = lambda *_: (torch.zeros(4, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    launch.even_ranges = lambda *_: torch.zeros(134, dtype=torch.int32)
     launch.zero_unowned = lambda *_: None
     q, k, v, out, grad = (torch.zeros(640, 4, 128, dtype=torch.bfloat16) for _ in range(5))
     edges, lse = (torch.zeros(6, dtype=torch.int32),) * 2, torch.zeros(4, 640)
@@ -82,8 +81,8 @@ def main() -> int:
         chosen = options(kind, causal, window)
         launch.forward(q, k, v, out, lse, edges, chosen, 1024, 1024)
         launch.backward(grad, q, k, v, out, lse, out, out, out, edges, chosen, 1024)
-    for tiles in (2, 0):
-        launch.forward_units(q, k, v, out, lse, edges, options("softmax", False, 0), (64, 4, 3, tiles, 6, True))
+    for choice in launch.UNITS.values():
+        launch.forward_units(q, k, v, out, lse, edges, options("softmax", False, 0), choice)
     wrong = [f"{name}: {use}" for name, kernel in compiled for use in stale_values(kernel.asm["ttgir"])]
     print(f"{len(compiled)} kernels", *wrong, sep="\n", file=sys.stderr)
     return 1 if wrong else 0

@@ -45,12 +45,6 @@ class Case:
     def edges(self):
         return [Pointer(x.numpy().astype(np.int64), I32) for x in (self.q_edges, self.k_edges)]
 
-    def ranges(self):
-        """What `_tiles.even_ranges` builds, with other shares."""
-        num = len(self.q_edges) - 1
-        starts = Pointer(np.array([*(num * self.heads * p // PROGRAMS for p in range(PROGRAMS + 1)), num], np.int64), I32)
-        return [starts, starts]
-
     def ranked(self, side, block):
         """What `_tiles.ranked_tiles` builds."""
         edges = (self.q_edges, self.k_edges)[side]
@@ -89,10 +83,10 @@ def check_units(case, kind, *, n, stages, consumers, tiles, slots, store, seed):
     out, out_pointer = result(case.q.shape)
     _, lse_pointer = result((case.heads, case.q.shape[0]), F32)
     arguments = (box(case.q, 64), box(case.k, n), box(case.v, n), box(torch.from_numpy(out).view(case.q.shape), 64), out_pointer, lse_pointer,
-                 *case.edges(), *(case.ranked(0, consumers * 64 * tiles) if tiles else case.ranges()),
+                 *case.edges(), *case.ranked(0, consumers * 64 * tiles),
                  case.q.shape[0], case.heads, case.group, D, D, D, 0.2 * (LOG2E if softmax else 1), 1 / divisor)  # fmt: skip
     options = {name: value for name, value in common(kind, False, 0).items() if name in ("KIND", "APPROX")}
-    options.update(N=n, D=D, STAGES=stages, SLOTS=slots, STORE=store, RANGES=tiles == 0)
+    options.update(N=n, D=D, STAGES=stages, SLOTS=slots, STORE=store)
     emulator.launch(hopper_units_kernel, PROGRAMS, arguments, seed=seed, CONSUMERS=consumers, TILES=tiles, **options, **PARTITIONS)
     compare(f"{kind} forward by units", out, truth, case.own[0])
 
@@ -170,7 +164,7 @@ def main() -> int:
     check_backward(long, "silu", True, 0, dq_tiles=(128, 2, 2), kv_tiles=(128, 2, 2), seed=4)
     check_backward(ragged, "softmax", True, 100, dq_tiles=(64, 3, 1), kv_tiles=(64, 2, 1), seed=5)
     check_backward(ragged, "identity", False, 100, dq_tiles=(64, 3, 2), kv_tiles=(64, 4, 1), seed=6)
-    for n, stages, consumers, tiles, slots in ((64, 6, 3, 2, 6), (64, 3, 3, 3, 4), (128, 3, 2, 2, 3), (64, 2, 2, 4, 2), (64, 4, 2, 0, 6)):
+    for n, stages, consumers, tiles, slots in ((64, 6, 3, 2, 6), (64, 3, 3, 3, 4), (128, 3, 2, 2, 3), (64, 2, 2, 4, 2)):
         check_units(long, "softmax", n=n, stages=stages, consumers=consumers, tiles=tiles, slots=slots, store=slots > 3, seed=slots)
         check_units(ragged, "gelu_fast", n=n, stages=stages, consumers=consumers, tiles=tiles, slots=slots, store=slots > 3, seed=slots)
     for slots in (3, 2):

@@ -135,8 +135,7 @@ def test_more_than_65535_sequence_heads():
 
 
 @pytest.mark.parametrize(("kind", "causal", "window", "head_dim"), MASKED)
-def test_backward_apart_that_is_not_yet_default(kind, causal, window, head_dim):
-    """dQ and dK/dV apart, whatever `_hopper_choices` says, with the tiles of long and of short sequences, twice bit by bit."""
+def test_backward_with_the_tiles_of_long_and_short_sequences_repeats_bitwise(kind, causal, window, head_dim):
     for lengths in ((Q_LENGTHS, K_LENGTHS), (RAGGED, RAGGED)):
         case = _case(*lengths, head_dim=head_dim, kv_heads=2)
         truth = case.reference(kind, causal=causal, window=window)
@@ -157,12 +156,12 @@ def test_backward_apart_that_is_not_yet_default(kind, causal, window, head_dim):
         assert all(torch.equal(a, b) for a, b in zip(*runs[1:], strict=True))
 
 
-UNITS = [(64, 4, 3, 2, 6, True), (64, 5, 3, 4, 4, False), (64, 4, 2, 2, 6, True), (64, 2, 2, 8, 4, False), (64, 4, 2, 0, 6, False)]
+UNITS = [(64, 4, 3, 16, 6, True), (64, 5, 3, 4, 4, False), (64, 4, 2, 2, 6, False), (64, 2, 2, 8, 4, False)]
 
 
 @pytest.mark.parametrize("tiles", UNITS)
 @pytest.mark.parametrize("kind", ["softmax", "gelu_fast"])
-def test_forward_by_units_that_is_not_yet_default(kind, tiles):
+def test_forward_by_units(kind, tiles):
     from kernels import _hopper_launch
 
     short = [x % 257 for x in RAGGED]
@@ -183,18 +182,14 @@ def test_forward_by_units_that_is_not_yet_default(kind, tiles):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_blocks_of_64_that_are_not_yet_default(causal, head_dim):
-    from kernels import _hopper_launch
-    from kernels._tiles import zero_unowned
-
+def test_blocks_of_64_with_their_own_backward(causal, head_dim):
+    """Heads that are not grouped: the Gluon kernel, over many items a program."""
     case = _case(RAGGED, head_dim=head_dim)
     double = (x.double() for x in (case.q, case.k, case.v))
     expected = case.gradients(block_attention_reference(*double, case.q_offsets, block=64, causal=causal))
-    inputs = [x.detach() for x in (case.q, case.k, case.v)]
-    results = [torch.empty_like(x) for x in inputs]
-    zero_unowned(case.q_offsets, *results)
-    _hopper_launch.block_backward(case.grad, *inputs, *results, case.q_offsets, causal, head_dim**-0.5, 3)
-    assert max(relative_error(a, b) for a, b in zip(results, expected, strict=True)) < BF16
+    out = kernels.block_attention(case.q, case.k, case.v, case.q_offsets, max_len=case.max_q, block=64, causal=causal)
+    for a, b in zip(case.gradients(out), expected, strict=True):
+        assert relative_error(a, b) < BF16
 
 
 def _attention_triton():
