@@ -29,3 +29,29 @@ def test_every_core_is_visited_and_the_thread_is_back_behind():
 def test_the_spread_is_relative():
     assert cores.spread([1.0, 1.0]) == 0.0 and cores.spread([1.0, 3.0]) == cores.spread([2.0, 6.0]) == 0.5
     assert 0.0 < cores.piece() < 1.0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="there is one core, or no affinity")
+def test_a_thread_leaves_a_core_that_has_become_slow(monkeypatch):
+    monkeypatch.setattr(cores, "LOOK_EVERY", 0.0)
+    before = os.sched_getaffinity(0)
+    slow = {min(before)}
+
+    def timed():
+        here = os.sched_getaffinity(0)
+        return 1.9 if here <= slow else 1.0
+
+    placed = cores.FastCore(timed)
+    try:
+        placed.best = 1.0
+        placed.keep()
+        assert len(os.sched_getaffinity(0)) == 1 and not os.sched_getaffinity(0) & slow
+        here, moves = os.sched_getaffinity(0), placed.moves
+        placed.keep()
+        assert os.sched_getaffinity(0) == here and placed.moves == moves  # fast as it is
+        slow = set(here)
+        placed.keep()
+        assert os.sched_getaffinity(0) != here
+    finally:
+        placed.release()
+    assert os.sched_getaffinity(0) == before
