@@ -39,7 +39,9 @@ DQ_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64,
 # Activations, L <= 1024 [us]: dQ with two tiles 2,718, with one and two stages more 2,658; dK and dV: two blocks of keys 3,460, one and a stage
 # more 3,628
 DKDV_TILES = {(64, True): (64, 6, 2), (64, False): (128, 4, 2), (128, True): (64, 3, 2), (128, False): (64, 4, 1)}  # (head dim, short or no softmax)
-LATE = frozenset({"silu"})  # kinds whose dK and dV begin dP late. [Measured H200, dK and dV, ms] causal silu, L <= 2048: 3.76 late, 4.08 not
+# Kinds whose dK and dV begin dP late, and so do all under a mask by position: else softmax and gelu spill registers between a step's products
+# [ptxas; gelu 14 loads between the parts of one]. [Measured H200, dK and dV, ms] causal silu, L <= 2048: 3.76 late, 4.08 not
+LATE = frozenset({"silu"})
 # two of a program's warp groups compute; beside them a warp that loads, and two that zero tails and fetch statistics
 PARTITIONS = {"PRODUCERS": 1, "HELPERS": 2, "PRODUCER_REGISTERS": 24, "num_warps": 4}
 
@@ -157,12 +159,13 @@ def backward(
         *offsets, *tiles, *sizes, q.stride(1), grad.stride(1), o.stride(1), k.stride(1), v.stride(1), options.window, scale,
         options.scale / options.divisor, N=n, STAGES=stages, SLOTS=slots, **constants,
     )  # fmt: skip
+    late = options.kind in LATE or options.causal or options.window > 0
     n, stages, slots = DKDV_TILES[head_dim, max_q <= SHORT or not softmax]
     run(
         hopper_dkdv_kernel, (num_programs(q.device),),
         descriptor(q, n), descriptor(grad, n), descriptor(k, 64), descriptor(v, 64), dk, dv, lse, delta,
         *offsets, *items, *sizes, q.stride(1), grad.stride(1), k.stride(1), v.stride(1), options.window, scale,
-        options.scale / options.divisor, 1.0 / options.divisor, N=n, STAGES=stages, SLOTS=slots, LATE=options.kind in LATE, **constants,
+        options.scale / options.divisor, 1.0 / options.divisor, N=n, STAGES=stages, SLOTS=slots, LATE=late, **constants,
     )  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def check_backward(case, kind, causal, window, *, dq_tiles, kv_tiles, seed):
         hopper_dkdv_kernel, PROGRAMS,
         (box(case.q, n), box(case.grad, n), box(case.k, 64), box(case.v, 64), dk_p, dv_p, Pointer(lse, F32), delta, *case.edges(),
          *case.ranked(1, 128), *sizes, D, D, D, D, window, scale, 0.2 / divisor, 1 / divisor),
-        seed=seed, **common(kind, causal, window), N=n, D=D, STAGES=stages, SLOTS=slots, LATE=kind == "silu", **PARTITIONS,
+        seed=seed, **common(kind, causal, window), N=n, D=D, STAGES=stages, SLOTS=slots, LATE=kind == "silu" or causal or window > 0, **PARTITIONS,
     )  # fmt: skip
     compare(f"{kind} dK", dk, gradients[1], case.own[1])
     compare(f"{kind} dV", dv, gradients[2], case.own[1])
