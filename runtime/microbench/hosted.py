@@ -3,8 +3,10 @@
 Few runs have it all: one model with every kind of layer of the plans, some of each under every checkpoint policy, on batches so small that nothing
 waits for the device. Marks on the tensors between blocks cut each step's main-thread time into blocks: forward from the output of one block to that
 of the next, backward from the gradient of one block's output to that of the one before. So everything counts that the interpreter does in a step, no
-launch is timed out of its place, and whatever else runs on the host meanwhile slows all kinds alike. Such runs differ in precision, in whether
-histories differ in length, in micro-batches, in parameter tensors, and in whether what computes on samples alone is a CUDA graph.
+launch is timed out of its place. A shared host's cores run at full speed or, when their other half is busy, at about half of it, for some tenths of a
+second at a time [Measured: 16 cores of an H200's host, 2026-12-01]: a fixed piece of Python before and after every step says which, and takes it out of
+the step; what it is on average goes into all figures alike. Such runs differ in precision, in whether histories differ in length, in micro-batches, in
+parameter tensors, and in whether what computes on samples alone is a CUDA graph.
 """
 from __future__ import annotations
 
@@ -34,6 +36,8 @@ from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Steps that are timed; histories, events of a history and rows of a table; layers of a kind and policy.
 STEPS, SAMPLES, LENGTH, ROWS, EACH = 16, 4, 264, 1000, 2
+# Rounds of the piece of Python, and how often it runs to find its full speed.
+PIECE, PIECES = 3000, 300
 # Of the runs' rests that is taken: in some the report waits for the device.
 REST_QUANTILE = 0.25
 # A feed-forward part over the model's width, where layers have one.
@@ -56,7 +60,7 @@ class Part:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
     """A run: its blocks in forward order, median main-thread seconds of each by (direction, micro-batch), of what is beside blocks likewise, and by
-    phase of a step; micro-batches, table groups, parameter tensors."""
+    phase of a step, all at the host's full speed; micro-batches, table groups, parameter tensors; slow: how much slower than that it was."""
 
     parts: tuple[Part, ...]
     blocks: Mapping[tuple[str, int], Sequence[float]]
@@ -65,18 +69,38 @@ class Spent:
     micro: int
     groups: int
     tensors: int
+    slow: float = 1.0
+
+
+def piece() -> float:
+    """Seconds of a fixed piece of Python, a fraction of a millisecond."""
+    begin = time.perf_counter()
+    seen: dict[int, int] = {}
+    for i in range(PIECE):
+        seen[i & 255] = seen.get((i * 7) & 255, 1) & 3
+    return time.perf_counter() - begin
 
 
 class Marks(PhaseTimer):
-    """A PhaseTimer that keeps the moments of a step at which blocks begin and end on the main thread, one list a step."""
+    """A PhaseTimer that keeps the moments of a step at which blocks begin and end on the main thread, one list a step, and what `piece` took before
+    and after it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.steps: list[list[Mark]] = []
+        self.pieces: list[tuple[float, float]] = []
+        self.apart: list[float] = []  # seconds of pieces since the last step's end, which are no part of this one
 
     def start_step(self) -> None:
+        before = piece()
+        self.apart.append(before + self.pieces[-1][1] if self.pieces else 0.0)
+        self.pieces.append((before, before))
         super().start_step()
         self.steps.append([])
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.pieces[-1] = (self.pieces[-1][0], piece())
 
     def enter(self, name: str) -> None:
         super().enter(name)
@@ -111,21 +135,21 @@ class Marks(PhaseTimer):
 def host_samples(plans: Sequence[Plan], device: torch.device, *, until: float, report: Report = lambda _: None) -> Iterator[Sample]:
     """Constants `host` from runs of the designs, in turns until the clock says `until`; each at least once, whatever it says."""
     runs: list[Spent] = []
-    wanted = designs(plans)
+    wanted, fastest = designs(plans), min(piece() for _ in range(PIECES))
     for number, plan in enumerate([*wanted, *wanted]):
         if time.perf_counter() > until and number >= len(wanted):
             report(f"out of time for the host before run {number + 1}")
             break
         try:
-            runs.append(spent(plan, device))
+            runs.append(spent(plan, device, fastest))
         except Exception as error:  # one design costs no other
             report(f"host: {plan.model.name}: {(str(error).splitlines() or [''])[0][:200]}")
     for name, value in solved(runs, report).items():
         yield constant("host", value, name)
 
 
-def spent(plan: Plan, device: torch.device) -> Spent:
-    """Runs a plan for a few steps."""
+def spent(plan: Plan, device: torch.device, fastest: float) -> Spent:
+    """Runs a plan for a few steps; `fastest`: seconds of `piece` at full speed."""
     empty(device)
     timer = Marks(device)
     trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device, timer=timer)
@@ -134,13 +158,17 @@ def spent(plan: Plan, device: torch.device) -> Spent:
     timer.watch([parent.get_submodule(name) for region in regions(plan.model) for parent, name in found[region.name]])
     trainer.train(WARMUP_STEPS + STEPS)
     timer.finished(wait=True)
-    host = timer.host[WARMUP_STEPS:]
-    cut = [steps_by_block(marks, len(parts)) for marks in timer.steps[WARMUP_STEPS:]]
+    slow = np.maximum(1.0, np.mean(timer.pieces[WARMUP_STEPS:], axis=1) / fastest)
+    host = [{name: seconds / by for name, seconds in step.items()} for step, by in zip(timer.host[WARMUP_STEPS:], slow)]
+    if device.type == "cuda":  # a step begins there where the last one ended
+        host = [{**step, "other": max(0.0, step["other"] - apart / by)} for step, apart, by in zip(host, timer.apart[WARMUP_STEPS:], slow)]
+    cut = [({key: seconds / by for key, seconds in own.items()}, {key: seconds / by for key, seconds in rest.items()})
+           for (own, rest), by in zip((steps_by_block(marks, len(parts)) for marks in timer.steps[WARMUP_STEPS:]), slow)]
     return Spent(
         parts=parts, micro=plan.accumulation, groups=len(plan.model.tables), tensors=sum(1 for _ in trainer.model.dense.parameters()),
         phases={name: statistics.median(step[name] for step in host) for name in host[0]},
         blocks={key: np.median([own[key] for own, _ in cut], axis=0).tolist() for key in cut[0][0]},
-        beside={key: statistics.median(rest[key] for _, rest in cut) for key in cut[0][1]})
+        beside={key: statistics.median(rest[key] for _, rest in cut) for key in cut[0][1]}, slow=float(slow.mean()))
 
 
 def steps_by_block(marks: Sequence[Mark], count: int) -> tuple[dict[tuple[str, int], np.ndarray], dict[tuple[str, int], float]]:
@@ -215,6 +243,9 @@ def solved(runs: Sequence[Spent], report: Report = lambda _: None) -> dict[str, 
     found |= _least([({"optimizer": 1, "tensor": r.tensors}, r.phases["optimizer"]) for r in runs], "optimizer", report)
     found |= _least([({"input": r.micro}, r.phases["input"]) for r in runs], "input", report)
     found["other"] = float(np.quantile([r.phases["other"] for r in runs], REST_QUANTILE))
+    slow = statistics.fmean(run.slow for run in runs)
+    report(f"host: {slow:.2f} times slower than at full speed, by run " + " ".join(f"{run.slow:.2f}" for run in runs))
+    found = {name: slow * value for name, value in found.items()}
     report("host: " + ", ".join(f"{name} {1e6 * value:.0f}" for name, value in sorted(found.items())) + " us")
     return found
 

@@ -94,6 +94,14 @@ def test_what_runs_spend_is_told_apart():
     assert found["tensor"] == pytest.approx(2e-6, rel=0.05) and any("sparse" in line and "at most" in line for line in said)
 
 
+def test_figures_are_those_of_the_average_speed():
+    """Of runs at full speed and at half of it; each step's own is taken out of it before."""
+    part = hosted.Part(name="hstu@bf16", products={"forward": 0, "backward": 0}, tensors=4, captured=False)
+    run = _ran((part,), lambda phase, name: 1e-3)
+    found = hosted.solved([run, dataclasses.replace(run, slow=2.0)])
+    assert found["forward:hstu@bf16"] == pytest.approx(1.5e-3) and found["other"] == pytest.approx(7.5e-5)
+
+
 def test_designs_leave_the_device_nothing_to_do_and_hold_every_kind_under_every_policy():
     found = hosted.designs([drawn(), drawn("gdpa"), drawn(precision="fp32"), drawn("self_attention")])
     names = [{part.name for part in hosted.blocks(plan)} for plan in found]
@@ -111,7 +119,8 @@ def test_designs_leave_the_device_nothing_to_do_and_hold_every_kind_under_every_
 def test_blocks_of_a_run_fill_its_passes(monkeypatch):
     monkeypatch.setattr(hosted, "STEPS", 2)
     monkeypatch.setattr(hosted, "LENGTH", 12)
-    found = hosted.spent(hosted.mixed(drawn(), [drawn()], micro=2), CPU)
+    found = hosted.spent(hosted.mixed(drawn(), [drawn()], micro=2), CPU, hosted.piece())
+    assert found.slow >= 1.0
     for phase in ("forward", "backward"):
         whole = sum(sum(found.blocks[phase, m]) + found.beside[phase, m] for m in range(2))
         assert whole == pytest.approx(found.phases[phase], rel=0.3) and all(s > 0 for s in found.blocks[phase, 0])
