@@ -3,10 +3,10 @@
 Few runs have it all: one model with every kind of layer of the plans, some of each under every checkpoint policy, on batches so small that nothing
 waits for the device. Marks on the tensors between blocks cut each step's main-thread time into blocks: forward from the output of one block to that
 of the next, backward from the gradient of one block's output to that of the one before. So everything counts that the interpreter does in a step, no
-launch is timed out of its place. A shared host's cores run at full speed or, when their other half is busy, at about half of it, for some tenths of
-a second at a time [Measured: 16 cores of an H200's host, 2026-12-01]: a fixed piece of Python before and after every step says which, and takes it out
-of the step; what it is on average goes into all figures alike. Such runs differ in precision, in whether histories differ in length, in micro-batches,
-in parameter tensors, and in whether what computes on samples alone is a CUDA graph.
+launch is timed out of its place. A shared host's cores run at full speed or, when their other half is busy, at half of it, for some tenths of a
+second at a time [Measured: 16 cores of an H200's host, 2026-12-01]: a fixed piece of Python before and after every step says which, and takes it out
+of the step; what it is on average goes into all figures alike. Such runs differ in precision, in whether histories differ in length, in
+micro-batches, in parameter tensors, and in whether what computes on samples alone is a CUDA graph.
 """
 from __future__ import annotations
 
