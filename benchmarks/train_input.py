@@ -14,7 +14,7 @@ from costmodel.plan import Layout, Plan, TablePlacement
 from costmodel.workload import EventSource
 from planner.configure import default_plan
 from planner.scenario import load_scenario
-from runtime import mesh, prepare
+from runtime import histories, mesh, prepare
 from runtime.batch import Batch
 from runtime.data import Loader, open_source
 from runtime.trainer import Trainer
@@ -32,15 +32,27 @@ def rows(work: Path, *, events: int = EVENTS, steps: int = STEPS) -> Iterator[Ro
     again, seconds = _timed(lambda: prepare.read_parquet(parquet))
     yield Row(name="input: events read from a Parquet file", value=len(again) / seconds, unit="events/s", note=f"measured here, {len(again)} events")
     plan = plan_of(parquet, steps)
-    source = open_source(plan.model, plan.workload, seed=plan.seed)
+    source, seconds = _timed(lambda: open_source(plan.model, plan.workload, seed=plan.seed))
+    yield Row(name="input: start of a source whose histories are built from events", value=seconds, unit="s", better="lower",
+              note=f"measured here, {len(again)} events, on every rank")
+    folder = work / "histories"
+    about = {"max_history": plan.workload.source.max_history, "like_threshold": plan.workload.source.like_threshold, "baselines": source.baselines}
+    histories.save(histories.build(again, max_history=plan.workload.source.max_history), folder, about=about)
+    prepared = dataclasses.replace(plan.workload, source=dataclasses.replace(plan.workload.source, path=str(folder)))
+    mapped, seconds = _timed(lambda: open_source(plan.model, prepared, seed=plan.seed))
+    yield Row(name="input: start of a source whose histories are a folder, read as samples ask", value=seconds, unit="s", better="lower",
+              note=f"measured here, {len(again)} events, mapped into memory that ranks share")
     options = {"global_batch": BATCH, "num_steps": steps, "seed": 1, "epochs": 4}
     for name, prefetch in (("the caller's thread", 0), ("threads that build ahead", 4)):
         batches, seconds = _timed(lambda prefetch=prefetch: list(Loader(source, **options, prefetch=prefetch)))
         built = sum(int(length.sum()) for step in batches for batch in step for length in batch.lengths.values())
         yield Row(name=f"input: events of histories built into batches, {name}", value=built / seconds, unit="events/s",
                   note=f"measured here, {steps} steps of {BATCH} histories, {built / steps / BATCH:.0f} events each")
+    from_folder, seconds = _timed(lambda: list(Loader(mapped, **options)))
+    yield Row(name="input: events of histories built into batches, from a folder", value=built / seconds, unit="events/s",
+              note=f"measured here, pages in memory; {sum(_same(from_folder, batches))} of {steps} batches equal those of the file")
     resumed = list(Loader(source, **options, start=RESUMED_AT * BATCH))
-    same = [_equal(a, b) for ours, theirs in zip(resumed, batches[RESUMED_AT:], strict=True) for a, b in zip(ours, theirs, strict=True)]
+    same = _same(resumed, batches[RESUMED_AT:])
     yield Row(name="input: batches of a loader that resumes at a sample, equal to the undisturbed ones", value=sum(same), unit="batches",
               target=float(len(same)), note=f"measured here, resumed at sample {RESUMED_AT * BATCH}")
     started = not torch.distributed.is_initialized()
@@ -81,6 +93,10 @@ def _timed(call):
     begin = time.perf_counter()
     found = call()
     return found, time.perf_counter() - begin
+
+
+def _same(ours: list[tuple[Batch, ...]], theirs: list[tuple[Batch, ...]]) -> list[bool]:
+    return [_equal(a, b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)]
 
 
 def _equal(a: Batch, b: Batch) -> bool:

@@ -101,7 +101,8 @@ class EventSource:
     """Where training events come from.
 
     kind: `synthetic` (learnable labels, ids by each table's Zipf exponent), `movielens` (MovieLens-100K, prepared by `planner data movielens`),
-    `recbole` (an `.inter` file) or `parquet`; `path` for the latter two. `max_history` caps a user's past. `num_events` bounds a synthetic stream.
+    `recbole` (an `.inter` file) or `parquet`; `path` for the latter two, or a folder that `python -m runtime.prepare histories` made of one.
+    `max_history` caps a user's past. `num_events` bounds a synthetic stream.
     """
 
     kind: Literal["synthetic", "movielens", "recbole", "parquet"] = "synthetic"

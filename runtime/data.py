@@ -89,19 +89,27 @@ class SyntheticSource:
 
 
 class HistorySource:
-    """User histories from an event table (runtime.histories), for models whose tables are named after its features."""
+    """User histories from an event table (runtime.histories), for models whose tables are named after its features. A folder of prepared histories is
+    read as samples ask for it."""
 
     def __init__(self, model: Model, workload: Workload, path: Path | str, *, origin: str) -> None:
         source = workload.source
-        events = read_events(path, like_threshold=source.like_threshold)
         self._model = model
-        self._histories = histories.build(events, max_history=source.max_history)
+        if Path(path).is_dir():
+            self._histories, about = histories.open_folder(path)
+            for key in ("max_history", "like_threshold"):
+                if about[key] != getattr(source, key):
+                    raise ValueError(f"{path}: was prepared with {key} {about[key]}, workload {workload.name} has {getattr(source, key)}")
+            self.baselines = about["baselines"]
+        else:
+            events = read_events(path, like_threshold=source.like_threshold)
+            self._histories = histories.build(events, max_history=source.max_history)
+            self.baselines = histories.baselines(self._histories)
         self._features = {t.name: _feature(t) for t in model.tables}
         self._check(model)
         self.num_train = self._histories.num_train
         self.num_evaluation = len(self._histories) - self.num_train
-        self.origin = f"{origin}: {len(events)} events of {events.num_users} users"
-        self.baselines = histories.baselines(self._histories)
+        self.origin = f"{origin}: {len(self._histories)} events of {self._histories.num_users} users"
 
     def _check(self, model: Model) -> None:
         items = self._histories.num_items
@@ -118,7 +126,7 @@ class HistorySource:
             raise ValueError(f"model {model.name}: histories have one label (like), but there are {len(model.heads)} heads")
 
     def lengths(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        lengths = self._histories.lengths[samples]
+        lengths = self._histories.lengths_of(samples)
         return {s.name: lengths for s in self._model.sequences}
 
     def build(self, samples: np.ndarray) -> Batch:

@@ -2,6 +2,7 @@
 
     python -m runtime.prepare movielens --wheel WHEEL --out EVENTS.parquet     MovieLens-100K out of the wheel of PyPI's `recbole`
     python -m runtime.prepare events --input FILE.inter|FILE.parquet --out EVENTS.parquet
+    python -m runtime.prepare histories --input FILE.inter|FILE.parquet --out FOLDER      samples for a workload's source: {path: FOLDER}
 
 Prints one JSON object on stdout: counts, the split, two baselines' normalized entropy, and the length histogram of the histories.
 """
@@ -175,7 +176,7 @@ def _dense_ids(tokens: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from runtime.histories import summarize
+    from runtime.histories import build, save, summarize
 
     parser = argparse.ArgumentParser(prog="python -m runtime.prepare", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -185,15 +186,21 @@ def main(argv: list[str] | None = None) -> int:
     source.add_argument("--inter", type=Path, dest="input", help="ml-100k.inter")
     events = commands.add_parser("events", help="any .inter or .parquet file")
     events.add_argument("--input", type=Path, required=True)
-    for command in (movielens, events):
-        command.add_argument("--out", type=Path, required=True, help="Parquet file to write")
+    samples = commands.add_parser("histories", help="of any .inter or .parquet file, to be read while training asks for them")
+    samples.add_argument("--input", type=Path, required=True)
+    for command in (movielens, events, samples):
+        command.add_argument("--out", type=Path, required=True, help="Parquet file to write; of histories a folder")
         command.add_argument("--max-history", type=int, default=50)
         command.add_argument("--like-threshold", type=float, default=LIKE_THRESHOLD)
     arguments = parser.parse_args(argv)
     try:
         table = read_events(getattr(arguments, "wheel", None) or arguments.input, like_threshold=arguments.like_threshold)
         summary = summarize(table, max_history=arguments.max_history)
-        write_parquet(table, arguments.out)
+        if arguments.command == "histories":
+            about = {"max_history": arguments.max_history, "like_threshold": arguments.like_threshold, "baselines": summary["baselines"]}
+            save(build(table, max_history=arguments.max_history), arguments.out, about=about)
+        else:
+            write_parquet(table, arguments.out)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

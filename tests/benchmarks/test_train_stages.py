@@ -68,8 +68,8 @@ def test_balance_modes_are_measured_on_equal_batches_and_predicted_each():
         dataclasses.replace(t, sharding="table_wise", ranks=(0,)) for t in plan.tables)), open_source(plan.model, plan.workload, seed=plan.seed),
         device=torch.device("cpu"))
     assert train_modes.work(trainer, 8) == 1.0  # one rank waits for nobody
-    measured = {mode: {"seconds": 2.0 if mode == "padded" else 1.0, "work": 1.0, "saved": 1e6} for mode in plans}
+    measured = {mode: {"seconds": 1.0, "busy": 2.0 if mode == "padded" else 1.0, "work": 1.0, "saved": 1e6} for mode in plans}
     rows = {row.name: row for row in train_modes.rows(measured)}
-    assert len(rows) == 3 * len(plans) and rows["modes: padded, step time over that in arrival order"].value == 2.0
+    assert len(rows) == 3 * len(plans) and rows["modes: padded, step of the slowest rank over that in arrival order"].value == 2.0
     predicted = {mode: float(rows[f"modes: {mode}, max / mean attention work"].note.split("predicted ")[1]) for mode in plans}
     assert predicted["global"] < predicted["base_batch_shuffling"] <= predicted["jagged"]

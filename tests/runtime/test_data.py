@@ -223,6 +223,25 @@ def test_sources_by_kind(parquet, tmp_path, monkeypatch):
         open_source(_model(), _workload(kind="parquet", path=str(tmp_path / "no.parquet")), seed=0)
 
 
+def test_a_folder_of_histories_gives_the_batches_of_its_file_and_is_read_as_samples_ask(parquet, tmp_path, capsys):
+    assert prepare.main(["histories", "--input", str(parquet), "--out", str(tmp_path / "folder"), "--max-history", "7"]) == 0
+    capsys.readouterr()
+    spec = _model()
+    paths = parquet, tmp_path / "folder"
+    built, mapped = (open_source(spec, _workload(kind="parquet", path=str(path), max_history=7), seed=0) for path in paths)
+    assert mapped.baselines == built.baselines and len(mapped._histories) == len(built._histories) and mapped.num_train == built.num_train
+    for name in ("past_item", "end", "statistics"):
+        assert isinstance(getattr(mapped._histories, name).base, np.memmap)
+    loaders = (Loader(s, global_batch=8, world_size=2, rank=1, seed=3, start=16, batching="global") for s in (mapped, built))
+    for ours, theirs in zip(*loaders, strict=True):
+        assert all(a.equal(b) for a, b in zip(ours[0].tensors(), theirs[0].tensors(), strict=True))
+    with pytest.raises(ValueError, match=r"prepared with max_history 7, workload .* has 9"):
+        open_source(spec, _workload(kind="parquet", path=str(tmp_path / "folder"), max_history=9), seed=0)
+    (tmp_path / "folder" / "end.npy").unlink()
+    with pytest.raises(ValueError, match=r"not a folder of `python -m runtime\.prepare histories`"):
+        open_source(spec, _workload(kind="parquet", path=str(tmp_path / "folder"), max_history=7), seed=0)
+
+
 # --- the synthetic stream ---
 
 
