@@ -31,6 +31,16 @@ def _aligned_rows(base, rows, length, stride, D: tl.constexpr):
     return tl.load(pointers, mask=((rows >= 0) & (rows < length))[:, None], other=0.0)
 
 
+@triton.jit
+def _range(first, last, other_first, other_last):
+    return tl.minimum(first, other_first), tl.maximum(last, other_last)
+
+
+@triton.jit
+def _add_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
 @triton.jit(do_not_specialize=[
     "total_q", "position_rows", "time_rows", "num_sequences", "slots", "splits", "along", "blocks", "window",
 ])  # fmt: skip
@@ -119,9 +129,14 @@ def tables_kernel(
                 if TIME:
                     bucket = time_bucket(q_high[:, None], q_low[:, None], k_high[None, :], k_low[None, :], edges, time_rows)
                     bucket = tl.where(ds != 0.0, bucket, -1)
-                    first = tl.min(tl.where(bucket < 0, BUCKETS, bucket))
-                    for one in range(first, tl.max(bucket) + 1):
-                        histogram += tl.where(bins == one, tl.sum(tl.where(bucket == one, ds, 0.0)), 0.0)
+                    first, last = tl.reduce((tl.ravel(tl.where(bucket < 0, BUCKETS, bucket)), tl.ravel(bucket)), 0, _range)
+                    for one in range(first, last + 1, 4):  # four a pass through shared memory
+                        sums = tl.reduce((
+                            tl.ravel(tl.where(bucket == one, ds, 0.0)), tl.ravel(tl.where(bucket == one + 1, ds, 0.0)),
+                            tl.ravel(tl.where(bucket == one + 2, ds, 0.0)), tl.ravel(tl.where(bucket == one + 3, ds, 0.0)),
+                        ), 0, _add_four)  # fmt: skip
+                        low_two = tl.where(bins == one, sums[0], tl.where(bins == one + 1, sums[1], 0.0))
+                        histogram += tl.where(bins == one + 2, sums[2], tl.where(bins == one + 3, sums[3], low_two))
         if POSITION:
             if index < blocks:
                 target = diagonals + (out * blocks + diagonal + (0 if CAUSAL else blocks // 2)) * (M * M)
@@ -139,9 +154,10 @@ def tables_kernel(
 
 def table_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, offsets: tuple[Tensor, Tensor], bias: tuple,
-    *, bias_arguments: list, strides: list[int], window: int, scale: float, meta: dict,
+    *, bias_arguments: list, strides: list[int], window: int, scale: float, meta: dict, launch: dict | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of the position and the time table, fp32, without the factor 1 / divisor; None for an absent table."""
+    """Gradients of the position and the time table, fp32, without the factor 1 / divisor; None for an absent table. `launch` forces stages, warps and
+    registers (tuning)."""
     position, time = bias[:2]
     heads, head_dim, num = q.shape[1], q.shape[2], offsets[0].shape[0] - 1
     share = meta["SHARE"]
@@ -164,7 +180,7 @@ def table_gradients(
         grad, q, k, v, lse, delta, *offsets, _longest(offsets, m), *bias_arguments, diagonals, beyond, histograms,
         *strides, q.shape[0], heads, heads // k.shape[1], num, slots, splits, along, blocks, window, scale,
         **{name: value for name, value in meta.items() if name != "SHARE"},
-        BUCKETS=buckets, M=m, D=head_dim, STAGES=2 if head_dim <= 128 and m == 64 else 1, num_warps=8,
+        BUCKETS=buckets, M=m, D=head_dim, **(launch or {"STAGES": 2 if head_dim <= 128 and m == 64 else 1, "num_warps": 8}),
     )  # fmt: skip
     return [
         None if position is None else _by_distance(diagonals.sum(0), beyond.sum((0, 2)), position.shape[0], causal=meta["CAUSAL"]),
