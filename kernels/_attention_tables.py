@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels._attention_kernels import LOG2E, _activate_both, _keeps
-from kernels._bias_triton import biased, first_time, split_times, time_bucket
+from kernels._bias_triton import ASSEMBLY, biased, first_time, split_times, time_bucket
 from kernels._launch import cdiv, next_power_of_2, run
 from kernels._tiles import _kept
 
@@ -32,13 +32,34 @@ def _aligned_rows(base, rows, length, stride, D: tl.constexpr):
 
 
 @triton.jit
-def _range(first, last, other_first, other_last):
+def _wider(first, last, other_first, other_last):
     return tl.minimum(first, other_first), tl.maximum(last, other_last)
+
+
+@triton.jit
+def _range(bucket, above):
+    """The least of the buckets that are not negative (`above` where there is none) and the greatest."""
+    least = tl.where(bucket < 0, above, bucket)
+    if ASSEMBLY:
+        return tl.reduce((tl.ravel(least), tl.ravel(bucket)), 0, _wider)
+    return tl.min(least), tl.max(bucket)
 
 
 @triton.jit
 def _add_four(a, b, c, d, e, f, g, h):
     return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def _four_sums(bucket, x, first):
+    """Sums of x over the pairs of four buckets, in one pass through shared memory (where compiled: the interpreter adds tuples one by one)."""
+    a = tl.where(bucket == first, x, 0.0)
+    b = tl.where(bucket == first + 1, x, 0.0)
+    c = tl.where(bucket == first + 2, x, 0.0)
+    d = tl.where(bucket == first + 3, x, 0.0)
+    if ASSEMBLY:
+        return tl.reduce((tl.ravel(a), tl.ravel(b), tl.ravel(c), tl.ravel(d)), 0, _add_four)
+    return tl.sum(a), tl.sum(b), tl.sum(c), tl.sum(d)
 
 
 @triton.jit(do_not_specialize=[
@@ -129,14 +150,11 @@ def tables_kernel(
                 if TIME:
                     bucket = time_bucket(q_high[:, None], q_low[:, None], k_high[None, :], k_low[None, :], edges, time_rows)
                     bucket = tl.where(ds != 0.0, bucket, -1)
-                    first, last = tl.reduce((tl.ravel(tl.where(bucket < 0, BUCKETS, bucket)), tl.ravel(bucket)), 0, _range)
-                    for one in range(first, last + 1, 4):  # four a pass through shared memory
-                        sums = tl.reduce((
-                            tl.ravel(tl.where(bucket == one, ds, 0.0)), tl.ravel(tl.where(bucket == one + 1, ds, 0.0)),
-                            tl.ravel(tl.where(bucket == one + 2, ds, 0.0)), tl.ravel(tl.where(bucket == one + 3, ds, 0.0)),
-                        ), 0, _add_four)  # fmt: skip
-                        low_two = tl.where(bins == one, sums[0], tl.where(bins == one + 1, sums[1], 0.0))
-                        histogram += tl.where(bins == one + 2, sums[2], tl.where(bins == one + 3, sums[3], low_two))
+                    first, last = _range(bucket, BUCKETS)
+                    for one in range(first, last + 1, 4):
+                        a, b, c, d = _four_sums(bucket, ds, one)
+                        histogram += tl.where(bins == one, a, tl.where(bins == one + 1, b, 0.0))
+                        histogram += tl.where(bins == one + 2, c, tl.where(bins == one + 3, d, 0.0))
         if POSITION:
             if index < blocks:
                 target = diagonals + (out * blocks + diagonal + (0 if CAUSAL else blocks // 2)) * (M * M)
