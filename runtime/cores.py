@@ -44,14 +44,21 @@ class FastCore:
         """Looks, if the last look is some time ago, and moves on where this core has become slow."""
         if len(self.cores) < 2 or time.perf_counter() - self._looked < LOOK_EVERY:
             return
-        for tried in range(MOST_TRIED):
+        if not self.moves:  # what fast is shows on all of them
+            found = [speeds([core], self._timed)[core] for core in self.cores]
+            self.best = min(found)
+            self._move_to(found.index(self.best))
+        for _ in range(MOST_TRIED):
             taken = self._timed()
             self.best = min(self.best, taken)
-            if taken <= SLOW * self.best and (tried or self.moves):
+            if taken <= SLOW * self.best:
                 break
-            self._turn, self.moves = (self._turn + 1) % len(self.cores), self.moves + 1
-            os.sched_setaffinity(0, {self.cores[self._turn]})
+            self._move_to((self._turn + 1) % len(self.cores))
         self._looked = time.perf_counter()
+
+    def _move_to(self, turn: int) -> None:
+        self._turn, self.moves = turn, self.moves + 1
+        os.sched_setaffinity(0, {self.cores[turn]})
 
     def release(self) -> None:
         """The thread may run where it might before."""

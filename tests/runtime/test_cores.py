@@ -43,8 +43,8 @@ def test_a_thread_leaves_a_core_that_has_become_slow(monkeypatch):
 
     placed = cores.FastCore(timed)
     try:
-        placed.best = 1.0
         placed.keep()
+        assert placed.best == 1.0
         assert len(os.sched_getaffinity(0)) == 1 and not os.sched_getaffinity(0) & slow
         here, moves = os.sched_getaffinity(0), placed.moves
         placed.keep()
