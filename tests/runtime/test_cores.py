@@ -26,6 +26,12 @@ def test_every_core_is_visited_and_the_thread_is_back_behind():
     assert set(visited) == before and os.sched_getaffinity(0) == before
 
 
+def test_windows_are_as_long_as_a_step(monkeypatch):
+    monkeypatch.setattr(cores, "WINDOW", 0.01)
+    found = cores.windows(0.05)
+    assert 2 <= len(found) <= 6 and all(0.0 < seconds < 0.1 for seconds in found)
+
+
 def test_the_spread_is_relative():
     assert cores.spread([1.0, 1.0]) == 0.0 and cores.spread([1.0, 3.0]) == cores.spread([2.0, 6.0]) == 0.5
     assert 0.0 < cores.piece() < 1.0
