@@ -21,10 +21,10 @@ WINDOW = 0.1
 
 
 def piece() -> float:
-    """Seconds of a fixed piece of Python, a fraction of a millisecond."""
+    """Seconds of a fixed piece of Python, about a tenth of a millisecond."""
     begin = time.perf_counter()
     total, seen = 0, {}
-    for i in range(3000):
+    for i in range(800):
         seen[i & 255] = total
         total += seen.get((i * 7) & 255, 1) & 3
     return time.perf_counter() - begin
@@ -35,7 +35,7 @@ class FastCore:
     Does nothing where the system has no such call."""
 
     def __init__(self, timed: Callable[[], float] | None = None) -> None:
-        self._timed = timed or (lambda: min(short(), short()))
+        self._timed = timed or (lambda: min(piece(), piece()))
         self._before = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set()
         rank, ranks = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
         self.cores = own_part(sorted(self._before), rank, ranks)
@@ -67,16 +67,6 @@ class FastCore:
             os.sched_setaffinity(0, self._before)
 
 
-def short() -> float:
-    """Seconds of a shorter piece of Python, about a tenth of a millisecond."""
-    begin = time.perf_counter()
-    total, seen = 0, {}
-    for i in range(800):
-        seen[i & 255] = total
-        total += seen.get((i * 7) & 255, 1) & 3
-    return time.perf_counter() - begin
-
-
 def own_part(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
     """The cores of one of `ranks` processes of a host: neighbours, which share caches and hardware threads; all where there is not one for each."""
     if len(cores) < ranks:
@@ -97,14 +87,14 @@ def speeds(cores: Sequence[int], timed: Callable[[], float] = piece) -> dict[int
 
 
 def windows(seconds: float) -> list[float]:
-    """Mean seconds of the short piece in windows of a step's length, one behind the other, of a thread that `FastCore` keeps; as a trainer's."""
+    """Mean seconds of the piece in windows of a step's length, one behind the other, of a thread that `FastCore` keeps; as a trainer's."""
     placed, found, until = FastCore(), [], time.perf_counter() + seconds
     try:
         placed.keep()
         while time.perf_counter() < until:
             end, times = time.perf_counter() + WINDOW, []
             while time.perf_counter() < end:
-                times.append(short())
+                times.append(piece())
             found.append(statistics.fmean(times))
             placed.keep()
     finally:
