@@ -314,7 +314,19 @@ def _plan_row(one: Ran) -> Row:
     return Row(name=f"plan {one.name}", value=1e3 * one.measured, unit="ms a step", better="lower",
                note=f"predicted {1e3 * one.predicted:.2f} ms ({one.error:+.1%}); {plan.layout.short}, batch {plan.local_batch} x "
                     f"{plan.accumulation}, {plan.batching}, {one.precision}, checkpoint {', '.join(policies)}, {sharding}; "
-                    f"predicted/measured ms: exposed in the trace {1e3 * predicted:.2f}/{1e3 * measured:.2f}, {phases}{memory}")  # fmt: skip
+                    f"predicted/measured ms: exposed in the trace {1e3 * predicted:.2f}/{1e3 * measured:.2f}, {phases}{memory}"
+                    + _by_rank(one))  # fmt: skip
+
+
+def _by_rank(one: Ran) -> str:
+    """What each rank's main thread spent on forward and backward, and what its trace shows of collectives alone: who was late, and who waited."""
+    hosts = [rank["host"] for rank in one.found.get("ranks", [])]
+    traces = [trace for trace in one.found.get("traces", []) if trace]
+    if one.ranks == 1 or not hosts:
+        return ""
+    spent = ", ".join(f"{1e3 * host['forward']:.1f} + {1e3 * host['backward']:.1f}" for host in hosts)
+    alone = ", ".join(f"{1e3 * trace['exposed_s']:.1f}" for trace in traces)
+    return f"; main thread forward + backward by rank {spent} ms" + (f"; exposed by rank {alone} ms" if alone else "")
 
 
 # --- links ---
