@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -33,13 +34,16 @@ from pathlib import Path
 from benchmarks import multi_gpu_report, results
 from benchmarks import multi_gpu_space as space
 from benchmarks.multi_gpu_space import PARTS, WARMING
-from costmodel import comms_curves, launch
+from costmodel import comms_curves, launch, peers
 from costmodel.calibration import Calibration, fit
 from costmodel.calibration import load as load_calibration
 from costmodel.cluster import Cluster
 from costmodel.codec import encode
 from costmodel.comms import calibrated_curves
 from costmodel.estimate import estimate
+from costmodel.gpu import launches
+from costmodel.imbalance import slowest_rank
+from costmodel.lower import Factors, lower
 from costmodel.plan import Plan
 from costmodel.samples import CONSTANT_PREFIX, Environment, Sample, read_samples
 from runtime.microbench.collectives import unit_hosts
@@ -141,12 +145,27 @@ def predict_again(work: Path) -> None:
 
 
 def predict_after(work: Path, calibration: Calibration) -> None:
-    """What the model of now says of plans that have run, beside what was predicted of them: W/NAME/after.json, which is no score."""
+    """What the model of now says of plans that have run, beside what was predicted of them: W/NAME/after.json, which is no score. `as_slow`: of two
+    ranks, what it says where their main threads are as slow as they were."""
     known = without_loader(calibration)
     for path in sorted(work.glob("*/run.json")):
-        plan = _as_run(space.recorded(path.parent))
-        (path.parent / "after.json").write_text(json.dumps({"prediction": encode(estimate(plan, known)), "calibration": calibration.fingerprint,
-                                                            "commit": results.commit()}) + "\n")
+        plan, found = _as_run(space.recorded(path.parent)), json.loads(path.read_text())
+        body = {"prediction": encode(estimate(plan, known)), "calibration": calibration.fingerprint, "commit": results.commit()}
+        if plan.layout.world_size == 2 and plan.cluster.device.kind == "gpu" and "ranks" in found:
+            body["as_slow"] = _as_slow(plan, known, found["ranks"])
+        (path.parent / "after.json").write_text(json.dumps(body) + "\n")
+
+
+def _as_slow(plan: Plan, calibration: Calibration, ranks: list[dict]) -> dict[str, float]:
+    """Step and seconds of collectives alone where each rank's launches take so many times their predicted seconds as forward and backward did; mean
+    of either rank having more to do."""
+    slowest = slowest_rank(plan)
+    factors = {name: Factors(tokens=f.tokens, pairs=f.pairs) for name, f in slowest.sequences.items()}
+    slow, phases = lower(plan, calibration, factors=factors), ("forward", "backward")
+    made = launches(slow.graph)
+    hosts = [sum(rank["host"][p] for p in phases) / sum(made[p] for p in phases) for rank in ranks]
+    steps = [peers.step_of(plan, calibration, slow, factors, hosts=(a, b)) for a, b in (hosts, hosts[::-1])]
+    return {"step_s": statistics.fmean(step.seconds for step in steps), "alone_s": statistics.fmean(step.mean.alone for step in steps)}
 
 
 def _as_run(plan: Plan) -> Plan:
@@ -209,7 +228,7 @@ def _save_numbered(folder: Path, plans: Iterable[Plan]) -> None:
 def cluster_of(work: Path, device: str) -> Cluster:
     """The cluster of the plans in `work`, or of the scenario where there are none yet."""
     found = next(iter(sorted(work.glob("*/plan.json"))), None)
-    return Plan.load(found).cluster if found is not None else space.scenario("full", device, RANKS).cluster
+    return space.recorded(found.parent).cluster if found is not None else space.scenario("full", device, RANKS).cluster
 
 
 def run(work: Path, device: str, cluster: Cluster, *, seconds: float, parts: tuple[str, ...] = RUNS,

@@ -198,6 +198,7 @@ def _after_rows(several: list[Ran]) -> list[Row]:
     note = f"the model of commit {commits} on runs that it was mended by: no score"
     errors, exposed = [100 * one.error for one in later], [one.exposed for one in later]
     bias = 100 * math.expm1(statistics.fmean(math.log1p(one.error) for one in later))
+    as_slow = [(one, one.after["as_slow"]) for one in several if one.after is not None and "as_slow" in one.after]
     each = "; ".join(f"{one.name} step {one.error:+.1%}, exposed {1e3 * p:.1f}/{1e3 * m:.1f} ms" for one, (p, m) in zip(later, exposed))
     return [Row(name="after the fact: step time, absolute error: median", value=statistics.median(map(abs, errors)), unit="%", better="lower",
                 note=note),
@@ -206,7 +207,20 @@ def _after_rows(several: list[Ran]) -> list[Row]:
             Row(name="after the fact: exposed communication, absolute error: median", value=1e3 * statistics.median(abs(p - m) for p, m in exposed),
                 unit="ms", better="lower", note=note),
             Row(name="after the fact: exposed communication, plans within 15 % or 1 ms",
-                value=100 * statistics.fmean(one.exposed_holds for one in later), unit="%", note=each)]  # fmt: skip
+                value=100 * statistics.fmean(one.exposed_holds for one in later), unit="%", note=each), *_as_slow_rows(as_slow)]  # fmt: skip
+
+
+def _as_slow_rows(found: list[tuple[Ran, dict[str, float]]]) -> list[Row]:
+    """What is left of the errors where the model is told how slow each main thread was."""
+    if not found:
+        return []
+    note = "; ".join(f"{one.name} step {slow['step_s'] / one.measured - 1:+.1%}, exposed {1e3 * slow['alone_s']:.1f}/{1e3 * one.exposed[1]:.1f} ms"
+                     for one, slow in found)
+    return [Row(name="after the fact, main threads as slow as they were: step time, absolute error: median", unit="%", better="lower",
+                value=statistics.median(100 * abs(slow["step_s"] / one.measured - 1) for one, slow in found), note=f"a diagnosis, no score: {note}"),
+            Row(name="after the fact, main threads as slow as they were: exposed communication, absolute error: median", unit="ms",
+                value=1e3 * statistics.median(abs(slow["alone_s"] - one.exposed[1]) for one, slow in found), better="lower",
+                note="a diagnosis, no score")]  # fmt: skip
 
 
 def _phase_row(ran: list[Ran], phase: str) -> Row:

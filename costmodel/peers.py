@@ -52,20 +52,24 @@ def rest_of(factors: dict[str, Factors], ranks: int) -> dict[str, Factors]:
     return {name: Factors(tokens=rest(f.tokens, ranks), pairs=rest(f.pairs, ranks)) for name, f in factors.items()}
 
 
-def step_of(plan: Plan, calibration: Calibration | None, slow: Lowered, factors: Mapping[str, Factors]) -> Step | None:
-    """The step of a plan on several GPUs, whose slowest rank is lowered already, with what it carries over the average; None elsewhere."""
+def step_of(plan: Plan, calibration: Calibration | None, slow: Lowered, factors: Mapping[str, Factors], *,
+            hosts: tuple[float, float] | None = None) -> Step | None:
+    """The step of a plan on several GPUs, whose slowest rank is lowered already, with what it carries over the average; None elsewhere. hosts: as of
+    `meeting`."""
     ranks = plan.layout.world_size
     if plan.cluster.device.kind != "gpu" or ranks == 1:
         return None
     other = lower(plan, calibration, factors=rest_of(dict(factors), ranks))
-    return meeting(slow.graph, other.graph, ranks=ranks, host=pricer(plan, calibration).host)
+    return meeting(slow.graph, other.graph, ranks=ranks, host=pricer(plan, calibration).host, hosts=hosts)
 
 
-def meeting(slow: StepGraph, other: StepGraph, *, ranks: int, host: HostTimes) -> Step:
-    """The step of the graphs of the slowest rank and of another one, launches as their tasks have them."""
+def meeting(slow: StepGraph, other: StepGraph, *, ranks: int, host: HostTimes, hosts: tuple[float, float] | None = None) -> Step:
+    """The step of the graphs of the slowest rank and of another one, launches as their tasks have them times `hosts` (default: as far apart as the
+    spread says)."""
     late = 1.0 + (host.get("spread") or 0.0) * standard_maximum(ranks)
-    graphs = [_launched(slow, rest(late, ranks), host), _launched(other, late, host)]
-    launch = sum(task.host_seconds for task in graphs[1].tasks)
+    factors = hosts or (rest(late, ranks), late)
+    graphs = [_launched(graph, factor, host) for graph, factor in zip((slow, other), factors)]
+    launch = max(sum(task.host_seconds for task in graph.tasks) for graph in graphs)
     longer, shorter = (together([_repeated(graph, count) for graph in graphs]) for count in (STEPS, STEPS - 1))
     made = [_difference(a, b) for a, b in zip(longer, shorter)]
     shares = (1.0 / ranks, 1.0 - 1.0 / ranks)

@@ -12,6 +12,8 @@ from benchmarks.multi_gpu_report import Ran
 from costmodel.calibration import load as load_calibration
 from costmodel.codec import encode
 from costmodel.estimate import estimate
+from costmodel.gpu import launches
+from costmodel.lower import lower
 from costmodel.plan import TablePlacement
 from costmodel.runresult import PHASES
 from costmodel.samples import Environment, Sample, write_samples
@@ -252,3 +254,21 @@ def test_hindsight_stands_beside_the_score_and_is_none():
     assert after.value == pytest.approx(1.0) and after.target is None and "0123abc" in after.note and "no score" in after.note
     assert rows["after the fact: exposed communication, plans within 15 % or 1 ms"].value == 100
     assert not any(name.startswith("after") for name in (row.name for row in multi_gpu_report.plan_rows([ran[1]])))
+
+
+def test_what_slow_main_threads_explain_is_told_apart(tmp_path):
+    """The same run with hosts as fast as predicted, and with one of them three times as slow."""
+    calibration, plan = load_calibration(multi_gpu.KNOWN), predicted(space.plans("cuda")["tables-fsdp"])
+    made = launches(lower(plan, multi_gpu.without_loader(calibration)).graph)
+    steps = {}
+    for name, factors in (("as-fast", (1.0, 1.0)), ("one-slow", (1.0, 3.0))):
+        (tmp_path / name).mkdir()
+        plan.save(tmp_path / name / "plan.json")
+        ranks = [{"host": {phase: factor * made[phase] for phase in ("forward", "backward")}} for factor in factors]
+        (tmp_path / name / "run.json").write_text(json.dumps({"step_s": 0.05, "ranks": ranks}))
+    multi_gpu.predict_after(tmp_path, calibration)
+    for name in ("as-fast", "one-slow"):
+        steps[name] = json.loads((tmp_path / name / "after.json").read_text())
+    assert steps["as-fast"]["as_slow"]["step_s"] == pytest.approx(steps["as-fast"]["prediction"]["step_time"]["value"], rel=0.05)
+    assert steps["one-slow"]["as_slow"]["step_s"] > 2 * steps["as-fast"]["as_slow"]["step_s"]
+    assert steps["one-slow"]["as_slow"]["alone_s"] > 10 * steps["as-fast"]["as_slow"]["alone_s"]  # the other rank waits inside collectives
