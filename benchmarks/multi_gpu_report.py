@@ -137,7 +137,8 @@ def report(work: Path, device: str, *, out: Path, note: str = "") -> Path:
     several, links = any(one.ranks > 1 for one in ran), link_rows(work)
     if not several and not links:
         raise SystemExit(f"{work}: no plan on several ranks has run yet and no link was timed; failed: {'; '.join(failed) or 'none'}")
-    rows = [*(plan_rows(ran) if several else [_none_row(work), *map(_plan_row, ran)]), *links]
+    measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
+    rows = [*(plan_rows(ran, measured) if several else [_none_row(work), *map(_plan_row, ran)]), *links]
     names = [one.name for one in ran] or json.loads((work / "plans.json").read_text())
     plans = {name: space.recorded(work / name) for name in names}
     what = space.describe(plans) if device == "cuda" else "The plans of several GPUs, shrunk, on two CPU ranks"
@@ -145,10 +146,10 @@ def report(work: Path, device: str, *, out: Path, note: str = "") -> Path:
              f"and the predictions leave the loader out. Exposed communication is what the devices' traces show of collectives with nothing beside "
              f"them. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
     intro = f"{intro} {note}".strip()
-    measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
     name = "multi-gpu" if device == "cuda" else "multi-gpu-cpu"
     return results.write(name, rows, command=f"python -m benchmarks.multi_gpu --device {device}", title="Several GPUs of one host" if device == "cuda"
-                         else "Several CPU ranks", intro=intro, out=out, measured=measured, resume=True, keep=_of_links)  # fmt: skip
+                         else "Several CPU ranks", intro=intro, out=out, measured=measured, resume=True, keep=_of_links,
+                         stamps={f"plan {one.name}": {k: one.where[k] for k in ("date", "commit")} for one in ran if one.where})  # fmt: skip
 
 
 def _of_links(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -168,8 +169,8 @@ def _none_row(work: Path) -> Row:
                     "scaling and equal losses are not measured")
 
 
-def plan_rows(ran: list[Ran]) -> list[Row]:
-    """Figures of the whole set, then one row a plan."""
+def plan_rows(ran: list[Ran], launch: dict[str, Any] | None = None) -> list[Row]:
+    """Figures of the whole set, then one row a plan; `launch`: the stamp of the launch that most ran in."""
     several = [one for one in ran if one.ranks > 1]
     errors = [100 * abs(one.error) for one in several]
     bias = 100 * math.expm1(statistics.fmean(math.log1p(one.error) for one in several))
@@ -186,7 +187,7 @@ def plan_rows(ran: list[Ran]) -> list[Row]:
             unit="ms", better="lower", note=note),
         *[_phase_row(several, phase) for phase in PHASES], *_memory_rows(several), *_regret_rows(several), *_scaling_rows(ran), *_loss_rows(ran),
     ]  # fmt: skip
-    return rows + [_plan_row(one) for one in ran] + _after_rows(several)
+    return rows + [_plan_row(one, launch) for one in ran] + _after_rows(several)
 
 
 def _after_rows(several: list[Ran]) -> list[Row]:
@@ -317,7 +318,7 @@ def _loss_rows(ran: list[Ran]) -> list[Row]:
             for precision, values in sorted(found.items())]  # fmt: skip
 
 
-def _plan_row(one: Ran) -> Row:
+def _plan_row(one: Ran, launch: dict[str, Any] | None = None) -> Row:
     predicted, measured = one.exposed
     plan = one.plan
     policies = sorted({o.checkpoint for r in plan.regions for o in r.options})
@@ -329,7 +330,14 @@ def _plan_row(one: Ran) -> Row:
                note=f"predicted {1e3 * one.predicted:.2f} ms ({one.error:+.1%}); {plan.layout.short}, batch {plan.local_batch} x "
                     f"{plan.accumulation}, {plan.batching}, {one.precision}, checkpoint {', '.join(policies)}, {sharding}; "
                     f"predicted/measured ms: exposed in the trace {1e3 * predicted:.2f}/{1e3 * measured:.2f}, {phases}{memory}"
-                    + _by_rank(one))  # fmt: skip
+                    + _by_rank(one) + _when(one, launch))  # fmt: skip
+
+
+def _when(one: Ran, launch: dict[str, Any] | None) -> str:
+    """When and where, of a plan that was not in the launch that the file is of."""
+    if not launch or same_lease(one, dataclasses.replace(one, where=launch)):
+        return ""
+    return f"; on another lease, {one.where['date']}, commit {one.where['commit']}, {one.where['environment']['cpu']}"
 
 
 def _by_rank(one: Ran) -> str:

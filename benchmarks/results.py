@@ -109,9 +109,10 @@ def everything(row: dict[str, Any]) -> dict[str, Any]:
 
 def write(name: str, rows: list[Row], *, command: str, title: str, intro: str = "", resume: bool = False,
           out: Path | str = "docs/results", measured: dict[str, Any] | None = None,
-          keep: Callable[[dict[str, Any]], dict[str, Any] | None] = everything) -> Path:
+          keep: Callable[[dict[str, Any]], dict[str, Any] | None] = everything, stamps: dict[str, dict[str, str]] | None = None) -> Path:
     """Writes `out/NAME.json` and `out/NAME.md`; with `resume`, rows of an earlier file that this call did not measure are kept in their places, or
-    behind the others as what `keep` makes of them (None: dropped). `measured`: the `stamped()` of rows that were not measured here and now."""
+    behind the others as what `keep` makes of them (None: dropped). `measured`: the `stamped()` of rows that were not measured here and now;
+    `stamps`: date and commit of single rows by name."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     where = measured or stamped()
@@ -120,7 +121,7 @@ def write(name: str, rows: list[Row], *, command: str, title: str, intro: str = 
     merged: dict[str, dict[str, Any]] = {}
     if resume and path.exists():
         merged = {row["name"]: row for row in map(keep, json.loads(path.read_text())["rows"]) if row is not None}
-    fresh = {row.name: {**row.to_json(), **stamp} for row in rows}
+    fresh = {row.name: {**row.to_json(), **stamp, **(stamps or {}).get(row.name, {})} for row in rows}
     merged = merged | fresh if keep is everything else fresh | {name: row for name, row in merged.items() if name not in fresh}
     document = {"schema_version": SCHEMA_VERSION, "command": command, **stamp, "environment": where["environment"], "rows": list(merged.values())}
     for target, text in ((path, json.dumps(document, indent=1) + "\n"), (out / f"{name}.md", _markdown(title, intro, document))):
