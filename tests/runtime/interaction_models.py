@@ -33,8 +33,8 @@ def build(kind: str, layer: LayerGroup):
 
 
 def full_model(**changes) -> Model:
-    """Every kind of layer in one small model: 88 concatenated features as 11 tokens of 8."""
-    sequence_layers = (models.LAYERS["self_attention"][0], models.LAYERS["gdpa"][0], models.LAYERS["hstu"][0], models.LAYERS["block_attention"][0],
+    """Every kind of layer in one small model, HSTU's with its bias: 88 concatenated features as 11 tokens of 8."""
+    sequence_layers = (models.LAYERS["self_attention"][0], models.LAYERS["gdpa"][0], models.TIMED[0], models.LAYERS["block_attention"][0],
                        models.PYRAMID[1])
     values = {"sequences": (Sequence(name="history", layers=sequence_layers, summary=models.PMA, time_buckets=8),),
               "interaction_layers": (INTERFORMER, WUKONG, INTERFORMER, WUKONG), "feature_dim": 8, "expert_layers": (MOE,)}

@@ -125,7 +125,7 @@ def batch(spec: Model, lengths: list[int], *, seed: int = 0) -> Batch:
     return Batch(ids=ids, offsets=offsets, sequence_offsets={s.name: edges for s in spec.sequences},
                  max_lengths={s.name: max(lengths, default=0) for s in spec.sequences},
                  lengths={s.name: np.array(lengths) for s in spec.sequences},
-                 times={s.name: torch.randint(1 << 20, (num_events,), generator=generator).sort().values for s in spec.sequences if s.time_buckets},
+                 times={s.name: torch.randint(1 << 20, (num_events,), generator=generator).sort().values for s in spec.sequences if s.timed},
                  dense=torch.randn((num_samples, spec.num_dense_features), generator=generator) if spec.num_dense_features else None,
                  labels=torch.randint(2, (num_samples, len(spec.heads)), generator=generator).float(), num_samples=num_samples)
 

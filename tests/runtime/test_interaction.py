@@ -125,6 +125,7 @@ def test_a_sample_does_not_depend_on_its_batch_mates():
         alone = {t.name: embeddings[t.name][:, edges[i]:edges[i + 1]] if t.sequence else embeddings[t.name][:, i:i + 1] for t in spec.tables}
         single = models.batch(spec, [length]).with_tensors(lambda t: t.double() if t.is_floating_point() else t)
         object.__setattr__(single, "dense", batch.dense[i:i + 1])
+        object.__setattr__(single, "times", {"history": batch.times["history"][edges[i]:edges[i + 1]]})
         torch.testing.assert_close(gem(alone, single), together[i:i + 1], rtol=1e-9, atol=1e-12)
 
 

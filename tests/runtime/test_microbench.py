@@ -88,7 +88,7 @@ def test_every_kind_runs_in_all_its_phases(wanted):
     expected = set(ops.KINDS) - set(ops.COLLECTIVES) - {"input", "fsdp_gather", "fsdp_reduce"}
     assert {kind for kind, _ in seen} == expected
     variants = {variant for kind, variant in seen if kind == "attention"}
-    assert variants == {"softmax", "hstu", "gdpa_gelu", "gdpa_gelu_window", "block", "softmax_queries", "gdpa_gelu_context"}
+    assert variants == {"softmax", "hstu", "hstu_bias", "gdpa_gelu", "gdpa_gelu_window", "block", "softmax_queries", "gdpa_gelu_context"}
 
 
 def test_attention_across_is_timed_at_the_rows_it_counts():
