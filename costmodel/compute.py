@@ -17,8 +17,9 @@ from costmodel.ops import BACKWARD, FORWARD, KINDS, Op
 # 2.5 x forward; norms 3.0-4.1 of 4.8 TB/s; fused embedding update 1.8 TB/s by the bytes of `ops.KINDS`. index_select of 512-byte rows 1.7 TB/s]
 COMPUTE_UTILISATION = {"linear": 0.70, "bmm": 0.40, "attention": 0.50}
 ATTENTION_BACKWARD_UTILISATION = 0.22
-# Of an attention's rate without a bias on its scores, with HSTU's two tables, forward and backward [Assumed: until the kernels' table has the row]
-BIASED_SHARE = {FORWARD: 0.25, BACKWARD: 0.30}
+# Of an attention's rate without a bias on its scores, with HSTU's two tables, whose gradients are in backward [Measured: one H200, 2026-12-01, causal
+# SiLU, lengths 1-2048, docs/results/kernels-h200.md: forward 113 of 476 TFLOPS, backward 63 of 308; causal softmax 77 of 383 and 66 of 319].
+BIASED_SHARE = {FORWARD: 0.24, BACKWARD: 0.21}
 MEMORY_UTILISATION = {"embedding_lookup": 0.45, "embedding_update": 0.38}
 DEFAULT_MEMORY_UTILISATION = 0.80
 # Of the peak, with a scale per 128 elements, whose sums leave the tensor cores on the way [Measured: H200, torch 2.11,
