@@ -61,8 +61,6 @@ from runtime.trainer import WARMUP_STEPS, Trainer
 RUN_SECONDS, MIN_STEPS, MAX_STEPS, TRACED = 0.8, 8, 60, 3
 # Steps after the warm-up that no figure holds; every batch has its turn until then.
 SETTLING = BATCHES - WARMUP_STEPS
-# Seconds that the launching thread's speed is watched.
-CORE_SECONDS = 2.0
 # Of a rank's own ops: seconds in all and a point; of peer copies, before they are given up.
 OP_SECONDS, POINT_SECONDS, PEER_SECONDS = 36.0, 0.02, 25.0
 # That plans leave to parts behind them: to `links` for all of it but contention by CTAs.
@@ -111,8 +109,8 @@ class Calibrating:
                         for name, seconds in collectives.unit_hosts(whole).items() if name.startswith("fsdp")})
 
     def cores(self) -> None:
-        """How unlike launching threads of the ranks are at one time, each kept on fast cores as a trainer's is."""
-        found = cores.windows(CORE_SECONDS)
+        """How unlike the cores are that ranks run on at one time."""
+        found = list(cores.speeds(cores.own_part(sorted(os.sched_getaffinity(0)), self.meshes.rank, self.meshes.world_size)).values())
         everyone: list[list[float]] = [[]] * self.meshes.world_size
         dist.all_gather_object(everyone, found, group=mesh.background_group())
         self.notes["cores"] = everyone

@@ -35,7 +35,6 @@ from costmodel.plan import Plan
 from costmodel.runresult import PHASES, Measured, MeasuredMemory, StepTime
 from runtime import checkpoint, memory
 from runtime.batch import Batch
-from runtime.cores import FastCore
 from runtime.data import Loader, Source, evaluation_batches
 from runtime.embedding import Distribution
 from runtime.mesh import Meshes, build_meshes, wait
@@ -157,12 +156,9 @@ class Trainer:
         report = StepReport(self.meshes, self.timer)
         batches = iter(self.loader)
         gc.freeze()  # what lives for the whole run is not walked again and again by the collector, in whatever step it falls
-        placed, first = FastCore(), self.step
         try:
             while self.step < total and not self.interrupted:
                 self._step(batches, report, total)
-                if self.device.type == "cuda" and self.step > first + 1:  # what the first steps start may run anywhere
-                    placed.keep()
                 if checkpoint_every and self.step % checkpoint_every == 0 and self.step < total and not self.interrupted:
                     self._read_report(report, total)
                     self.save(root, wait=False)
@@ -170,7 +166,6 @@ class Trainer:
             self._read_report(report, total)
             self.model.embeddings.settle()
         finally:
-            placed.release()
             gc.unfreeze()
             self.timer.abandon_step()
             if self._taken:  # by a step that then did not run

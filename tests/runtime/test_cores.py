@@ -26,38 +26,6 @@ def test_every_core_is_visited_and_the_thread_is_back_behind():
     assert set(visited) == before and os.sched_getaffinity(0) == before
 
 
-def test_windows_are_as_long_as_a_step(monkeypatch):
-    monkeypatch.setattr(cores, "WINDOW", 0.01)
-    found = cores.windows(0.05)
-    assert 2 <= len(found) <= 6 and all(0.0 < seconds < 0.1 for seconds in found)
-
-
 def test_the_spread_is_relative():
     assert cores.spread([1.0, 1.0]) == 0.0 and cores.spread([1.0, 3.0]) == cores.spread([2.0, 6.0]) == 0.5
     assert 0.0 < cores.piece() < 1.0
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="there is one core, or no affinity")
-def test_a_thread_leaves_a_core_that_has_become_slow(monkeypatch):
-    monkeypatch.setattr(cores, "LOOK_EVERY", 0.0)
-    before = os.sched_getaffinity(0)
-    slow = {min(before)}
-
-    def timed():
-        here = os.sched_getaffinity(0)
-        return 1.9 if here <= slow else 1.0
-
-    placed = cores.FastCore(timed)
-    try:
-        placed.keep()
-        assert placed.best == 1.0
-        assert len(os.sched_getaffinity(0)) == 1 and not os.sched_getaffinity(0) & slow
-        here, moves = os.sched_getaffinity(0), placed.moves
-        placed.keep()
-        assert os.sched_getaffinity(0) == here and placed.moves == moves  # fast as it is
-        slow = set(here)
-        placed.keep()
-        assert os.sched_getaffinity(0) != here
-    finally:
-        placed.release()
-    assert os.sched_getaffinity(0) == before
