@@ -28,6 +28,7 @@ from costmodel.plan import Plan, RegionOption, RegionPlan
 from costmodel.regions import over_samples, regions
 from costmodel.samples import Sample
 from costmodel.workload import Lengths
+from runtime.cores import piece
 from runtime.data import open_source
 from runtime.microbench.gpu import POLICIES, Report, constant, layer_precision
 from runtime.microbench.trained import empty
@@ -36,8 +37,8 @@ from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Steps that are timed; histories, events of a history and rows of a table; layers of a kind and policy.
 STEPS, SAMPLES, LENGTH, ROWS, EACH = 16, 4, 264, 1000, 2
-# Rounds of the piece of Python, and how often it runs to find its full speed.
-PIECE, PIECES = 3000, 300
+# How often the piece of Python runs to find its full speed.
+PIECES = 300
 # Of the runs' rests that is taken: in some the report waits for the device.
 REST_QUANTILE = 0.25
 # A feed-forward part over the model's width, where layers have one.
@@ -70,15 +71,6 @@ class Spent:
     groups: int
     tensors: int
     slow: float = 1.0
-
-
-def piece() -> float:
-    """Seconds of a fixed piece of Python, a fraction of a millisecond."""
-    begin = time.perf_counter()
-    seen: dict[int, int] = {}
-    for i in range(PIECE):
-        seen[i & 255] = seen.get((i * 7) & 255, 1) & 3
-    return time.perf_counter() - begin
 
 
 class Marks(PhaseTimer):

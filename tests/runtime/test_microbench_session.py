@@ -14,6 +14,7 @@ from costmodel.cluster import Cluster, Device
 from costmodel.estimate import estimate
 from costmodel.plan import Layout, Plan
 from costmodel.regions import regions
+from runtime import cores
 from runtime.microbench import hosted, session, trained, warm
 
 CPU = torch.device("cpu")
@@ -119,7 +120,7 @@ def test_designs_leave_the_device_nothing_to_do_and_hold_every_kind_under_every_
 def test_blocks_of_a_run_fill_its_passes(monkeypatch):
     monkeypatch.setattr(hosted, "STEPS", 2)
     monkeypatch.setattr(hosted, "LENGTH", 12)
-    found = hosted.spent(hosted.mixed(drawn(), [drawn()], micro=2), CPU, hosted.piece())
+    found = hosted.spent(hosted.mixed(drawn(), [drawn()], micro=2), CPU, cores.piece())
     assert found.slow >= 1.0
     for phase in ("forward", "backward"):
         whole = sum(sum(found.blocks[phase, m]) + found.beside[phase, m] for m in range(2))
