@@ -53,7 +53,7 @@ SMALLER = 3
 WIDE_SMALLER = 9
 COPIES = 2
 # Plans that are timed whole; of the others the layers alone.
-WHOLE_PLANS = 12
+WHOLE_PLANS = 9
 # Timed with the blocks.
 _TIMED_ABOVE = frozenset({"embedding_lookup", "embedding_update", "adamw", "unique"})
 # Points a turn of what steps spend most on.

@@ -15,7 +15,7 @@ from runtime.microbench.environment import environment
 
 # Of the budget: what may be waited for compilers, what products and the like have at least, then attention, then blocks until short runs of the
 # trainer for the host begin, and what is left behind those for runs of whole batches.
-COMPILE_SHARE, PLAIN_SHARE, ATTENTION_SHARE, HOST_SHARE, WHOLE_SHARE = 0.3, 0.18, 0.15, 0.24, 0.15
+COMPILE_SHARE, PLAIN_SHARE, ATTENTION_SHARE, HOST_SHARE, WHOLE_SHARE = 0.3, 0.18, 0.17, 0.2, 0.13
 # How many of those, under which policies four at a time, and how long before the end none begins [s].
 WHOLE_RUNS, POLICIES, LAST = 12, ("full", "none"), 2.0
 # What compiled blocks get of a budget of so many seconds or more: the compiler needs 4 to 14 s a kind (H200's host, 2026-12-01).
