@@ -259,6 +259,7 @@ def test_hindsight_stands_beside_the_score_and_is_none():
 def test_what_slow_main_threads_explain_is_told_apart(tmp_path):
     """The same run with hosts as fast as predicted, and with one of them three times as slow."""
     calibration, plan = load_calibration(multi_gpu.KNOWN), predicted(space.plans("cuda")["tables-fsdp"])
+    calibration = dataclasses.replace(calibration, constants={**calibration.constants, "host/spread": 0.0})
     made = launches(lower(plan, multi_gpu.without_loader(calibration)).graph)
     steps = {}
     for name, factors in (("as-fast", (1.0, 1.0)), ("one-slow", (1.0, 3.0))):
