@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks import fidelity_gpu_space as space
 from benchmarks import results
-from benchmarks.fidelity_report import SMALL_PHASE, Run, again_rows, rows
+from benchmarks.fidelity_report import SMALL_PHASE, Run, again_rows, rows, typical
 from costmodel import launch
 from costmodel.calibration import Calibration, fit
 from costmodel.calibration import load as load_calibration
@@ -144,7 +144,7 @@ def _visit(path: Path, device, what: str, before: dict[str, Any] | None = None) 
         found = before if "failed" in found else merged(before, found)
     target.write_text(json.dumps(found) + "\n")
     if "failed" not in found:
-        measured = found["measured"]["step_time_s"]["median"]
+        measured = typical(found["steps_s"])
         _say(f"{what} {path.parent.name}: predicted {expected * 1e3:.1f} ms, measured {measured * 1e3:.1f} ms "
              f"({expected / measured - 1:+.1%}), {found['wall_s']:.1f} s")  # fmt: skip
 
@@ -167,7 +167,7 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
     """Trains a few steps of `plan`, whose step is expected to take `expected` seconds; what the trainer measured, encoded, and besides
 
-    host_s, device_s: seconds by phase, medians; steps_s: every measured step; context_bytes: what the device had taken beyond the allocator
+    host_s, device_s: seconds by phase (`typical`); steps_s: every measured step; context_bytes: what the device had taken beyond the allocator
     (None on a CPU); wall_s: of the whole call.
     """
     import torch
@@ -188,8 +188,8 @@ def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
     found = {
         "measured": encode(measured),
         "warmup_steps": warmup,
-        "host_s": _medians(trainer.timer.host[warmup:]),
-        "device_s": _medians(trainer.phases[warmup:]),
+        "host_s": _typical(trainer.timer.host[warmup:]),
+        "device_s": _typical(trainer.phases[warmup:]),
         "steps_s": [sum(step.values()) for step in trainer.phases[warmup:]],
         "final_loss": trainer.losses[-1],
         "context_bytes": context_bytes() if device.type == "cuda" else None,
@@ -199,8 +199,8 @@ def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
     return {**found, "wall_s": time.perf_counter() - begin}
 
 
-def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(step[name] for step in steps) for name in PHASES}
+def _typical(steps: list[dict[str, float]]) -> dict[str, float]:
+    return {name: typical([step[name] for step in steps]) for name in PHASES}
 
 
 def _empty(device) -> None:
@@ -257,8 +257,8 @@ def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path
     often = sum(one.found.get("visits", 1) > 1 for one in residual + scored)
     intro = (f"{len(scored)} plans drawn from: {space.describe()}. Every plan was predicted before it ran; none was used to calibrate. "
              f"Intervals come from {len(residual)} runs that are neither fitted nor scored. {often} of all these plans, whose steps the host was "
-             f"predicted to make, ran up to {VISITS} times, for its speed varies, and all their steps count. Error = predicted / measured median "
-             f"step - 1. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
+             f"predicted to make, ran up to {VISITS} times, for its speed varies, and all their steps count. Measured is the mean step without "
+             f"the fastest and slowest tenth. Error = predicted / measured - 1. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
     measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
     return results.write("fidelity-h200", found, command=command,
                          title="Fidelity of predictions (H200)", intro=intro, out=out, measured=measured)  # fmt: skip

@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from costmodel.runresult import PHASES
 GROUP_PLANS, COVERAGE = 5, 0.90
 # A phase below this share of its step is left out of coverage: it is measured to a few microseconds only.
 SMALL_PHASE = 0.005
+TRIMMED = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +37,8 @@ class Run:
 
     @property
     def measured(self) -> float:
-        """Seconds a step, median."""
-        return self.found["measured"]["step_time_s"]["median"]
+        """Seconds a step (`typical`)."""
+        return typical(self.found["steps_s"])
 
     @property
     def predicted(self) -> float:
@@ -54,9 +56,9 @@ class Run:
 
     @property
     def noise(self) -> float:
-        """Standard error of the median step [s]."""
+        """Standard error of the measured step [s]."""
         steps = np.array(self.found["steps_s"])
-        return 1.25 * 1.48 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(len(steps))
+        return 1.48 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(len(steps))
 
     def pairs(self) -> dict[str, tuple[float, float]]:
         """`step` and every phase: (predicted, measured) seconds."""
@@ -68,6 +70,12 @@ class Run:
         """Bytes that the device gave: the allocator's and the context."""
         reserved, context = self.found["measured"]["memory_bytes"]["reserved"], self.found["context_bytes"]
         return reserved + context if reserved and context is not None else None
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The mean without the shortest and longest TRIMMED of them: a shared host's cores run at one of two speeds, between which a median jumps."""
+    cut = int(TRIMMED * len(seconds))
+    return statistics.fmean(sorted(seconds)[cut:len(seconds) - cut])
 
 
 def rows(runs: list[Run], calibration: Calibration, *, load: Path) -> list[Row]:

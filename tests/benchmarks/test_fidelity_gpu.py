@@ -74,6 +74,13 @@ def test_plans_are_predicted_run_and_reported(tmp_path, monkeypatch):
     assert (document["environment"]["device"], document["commit"], document["rows"][0]["commit"]) == ("NVIDIA H200", "abc", "abc")
 
 
+def test_a_typical_step_is_no_jump_between_two_speeds():
+    """The median of steps at two speeds is one or the other as one step more is slow; a stray step in ten does not count."""
+    fast, slow = [1.0] * 10, [2.0] * 10
+    assert fidelity_report.typical(fast + slow) == pytest.approx(1.5)
+    assert fidelity_report.typical([*fast[:9], 50.0]) == pytest.approx(1.0) and fidelity_report.typical([1.0, 2.0]) == pytest.approx(1.5)
+
+
 def test_visits_of_a_plan_are_merged_by_their_steps():
     def visit(step: float, *, reserved: float) -> dict:
         return {"measured": {"step_time_s": {"median": step, "mean": step, "p10": step, "p90": step}, "phases_s": {"forward": step},
