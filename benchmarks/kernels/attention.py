@@ -57,10 +57,6 @@ def shapes() -> list[Shape]:
         Shape(
             name="softmax self q<=256 fill 0.5 B=1152", q_lengths=uniform(1152, 256, 0.5), fa2_here=True,
             targets=(250, 160), aims=(320, 210), peers={"fa4": (97, 119)},
-            note="forward tried [us, with the 9 of the work map]: tiles of 128 rows 233; tiles of 64 dealt out to two consumers, keys staying, 224 "
-            "to 229, to three 230 to 239; whole tiles by TMA 233; three, five, six stages 237, 234, 269; 32 and 128 keys a block 240, 266; programs "
-            "with whole sequences in a row 226; two to eight programs a multiprocessor 225 to 247; of it identity instead of softmax takes 201, "
-            "memory alone would 134",
         ),
         Shape(
             name="softmax self q<=2048 full B=576", q_lengths=uniform(576, 2048, 1.0), fa2_here=True,
@@ -71,8 +67,6 @@ def shapes() -> list[Shape]:
             name="softmax cross q<=2048 kv<=256 fill 0.5 B=1152", q_lengths=uniform(1152, 2048, 0.5),
             k_lengths=uniform(1152, 256, 0.5, seed=1), fa2_here=True,
             targets=(330, 220), aims=(390, 300), peers={"fa4": (117, 154)},
-            note="forward tried [ms]: keys not kept 1.17; kept for 12, 24, 48 and 96 tiles of 64 rows that leave by TMA 1.09, 1.06, 1.04, 1.06; two "
-            "consumers instead of three 1.08; two to eight programs a multiprocessor 1.07 to 1.16; 128 keys a block 1.26",
         ),
         Shape(
             name="softmax PMA q<=32 kv<=2048 fill 0.5 B=1152", q_lengths=uniform(1152, 32, 0.5), share=True,
@@ -98,8 +92,6 @@ def shapes() -> list[Shape]:
         Shape(
             name="BlockAttention 64 L<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), block=64, share=True,
             targets=(0.85, 0.75), aims=(0.92, 0.88),
-            note="backward tried [ms]: Triton, a program a block, 1.43 with 4 warps, 2.06 TB/s with 8; Gluon with two slots 1.39, in eight programs "
-            "a multiprocessor 1.35",
         ),
         Shape(name="BlockAttention 32 L<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), block=32, share=True),
         Shape(name="BlockAttention 128 L<=2048 fill 0.5 B=576", q_lengths=uniform(576, 2048, 0.5), block=128, share=True),

@@ -1,0 +1,23 @@
+"""What was tried for rows whose target is missed, by row: appended to their notes when they are written, and by `--report`."""
+
+TRIED = {
+    "softmax self q<=256 fill 0.5 B=1152 forward": "tried [us, with the 9 of the work map]: tiles of 128 rows 233; tiles of 64 dealt out to two "
+    "consumers, keys staying, 224 to 229, to three 230 to 239; whole tiles by TMA 233; three, five, six stages 237, 234, 269; 32 and 128 keys a "
+    "block 240, 266; programs with whole sequences in a row 226; two to eight programs a multiprocessor 225 to 247. Of it identity in place of "
+    "softmax takes 201, gelu_fast 217; memory alone would 134, the products of whole tiles about 100; 11 % of the multiprocessors' time is idle",
+    "softmax cross q<=2048 kv<=256 fill 0.5 B=1152 forward": "tried [ms]: keys not kept 1.17; kept for 12, 24, 48 and 96 tiles of 64 rows that "
+    "leave by TMA 1.09, 1.06, 1.04, 1.06; two consumers instead of three 1.08; two to eight programs a multiprocessor 1.07 to 1.16; 128 keys a "
+    "block 1.26; 15 % of the multiprocessors' time is idle",
+    "softmax self q<=1024 fill 0.5 B=1152 backward": "352 the day before on another H200 with the same inner loops; tried [TFLOPS of the products]: "
+    "dQ with one tile in flight 605, with two 600, O read by the consumers 547; dK and dV with a block of keys and a stage more 543, two blocks 505",
+    "softmax cross q<=2048 kv<=256 fill 0.5 B=1152 backward": "225 the day before on another H200 with the same inner loops",
+    "GDPA gelu_fast self q<=1024 fill 0.5 B=1152 backward": "341 the day before on another H200; tried [ms]: dQ with two tiles in flight 2.75, with "
+    "one and four stages 2.81, five 2.79; dK and dV with two blocks of keys 3.76, one and four stages 3.74, five 3.83; one program a sequence "
+    "7.49 in all, a program a block of keys and Triton's dQ 7.34",
+}
+
+
+def tried(name: str, passed: bool | None, note: str) -> str:
+    """The note of a row, with what was tried if it misses its target."""
+    text = TRIED.get(name)
+    return f"{note}; {text}" if text and passed is False and text not in note else note
