@@ -18,7 +18,7 @@ from runtime.model.interformer import even_offsets
 from runtime.model.norm import LayerNorm
 from runtime.model.pyramid import newest_events
 from runtime.model.registry import build_block
-from runtime.model.times import TimedInput, event_times
+from runtime.model.times import TimedInput, aligned, event_times
 
 
 class Summary(nn.Module):
@@ -108,7 +108,7 @@ class SequenceEncoder(nn.Module):
             if newest is not None:
                 x_TD, offsets = newest_events(history.events, history.offsets, lengths, newest)
                 if times_2T is not None:
-                    times_2T = newest_events(times_2T.t(), history.offsets, lengths, newest)[0].t().contiguous()
+                    times_2T = aligned(newest_events(times_2T.t(), history.offsets, lengths, newest)[0].t())
                 history, lengths = History(x_TD, offsets, min(history.max_length, newest)), np.minimum(lengths, newest)
             history = self._level(history, range(start, end), times_2T)
         return history, self.summary(*history)
@@ -119,7 +119,7 @@ class SequenceEncoder(nn.Module):
         if self.padded:
             x_TD = jagged_to_padded(x_TD, offsets, max_len=max_length).flatten(0, 1)
             if times_2T is not None:
-                times_2T = jagged_to_padded(times_2T.t(), offsets, max_len=max_length).flatten(0, 1).t().contiguous()
+                times_2T = aligned(jagged_to_padded(times_2T.t(), offsets, max_len=max_length).flatten(0, 1).t())
             offsets = torch.arange(offsets.shape[0], device=offsets.device) * max_length
         for i in groups:
             for block in self.groups[i]:

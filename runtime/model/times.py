@@ -56,7 +56,13 @@ class RelativeBias(nn.Module):
 def event_times(times_T: Tensor, offsets: Tensor) -> Tensor:
     """`(2, T)` int64: when each event happened, and when it is asked about: at the next event of its history, the last one at its own time."""
     ends = torch.zeros(len(times_T) + 1, dtype=torch.bool, device=times_T.device).index_fill_(0, offsets[1:].long(), True)
-    return torch.stack([times_T, torch.where(ends[1:], times_T, torch.cat([times_T[1:], times_T[-1:]]))])
+    return aligned(torch.stack([times_T, torch.where(ends[1:], times_T, torch.cat([times_T[1:], times_T[-1:]]))]))
+
+
+def aligned(times_2T: Tensor) -> Tensor:
+    """The same with both rows at multiples of 16 bytes: kernels are compiled for such, and again for others."""
+    total = times_2T.shape[1]
+    return times_2T.new_empty((2, total + total % 2))[:, :total].copy_(times_2T)
 
 
 def time_buckets(times_T: Tensor, offsets: Tensor, num_buckets: int) -> Tensor:

@@ -23,18 +23,24 @@ def attention() -> None:
     cases = [
         ("softmax", 128, {}, LENGTHS, LENGTHS), ("softmax", 128, {"causal": True, "window": 70}, LENGTHS, LENGTHS),
         ("softmax", 64, {}, [600, 20], [300, 400]), ("gelu_fast", 128, {}, LENGTHS, LENGTHS), ("silu", 128, {"causal": True}, LENGTHS, LENGTHS),
+        ("silu", 128, {"causal": True, "bias": 1}, LENGTHS, LENGTHS), ("softmax", 64, {"bias": 2}, [5, 30], [400, 300]),
         ("softmax", 128, {}, [5, 30], [400, 300]), ("softmax", 256, {"causal": True}, [70, 40], [70, 40]), ("relu", 32, {}, [70, 40], [70, 40]),
     ]  # fmt: skip
     for kind, head_dim, masks, q_lengths, k_lengths in cases:
         q, k, v = (
             torch.randn(sum(n), 2, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (q_lengths, k_lengths, k_lengths)
         )
-        maxima = {"max_q": max(q_lengths), "max_k": max(k_lengths)}
+        maxima, tables = {"max_q": max(q_lengths), "max_k": max(k_lengths)}, ()
+        if "bias" in masks:
+            tables = tuple(torch.randn(rows, masks["bias"], device="cuda", requires_grad=True) for rows in (101, 129))
+            times = (torch.randint(0, 2**40, (sum(n),), device="cuda") for n in (q_lengths, k_lengths))
+            names = ("position_table", "time_table", "q_times", "k_times")
+            masks = {**masks, "bias": kernels.AttentionBias(**dict(zip(names, (*tables, *times), strict=True)))}
         if kind == "softmax":
             out = kernels.jagged_attention(q, k, v, edges(q_lengths), edges(k_lengths), **maxima, **masks)
         else:
             out = kernels.gdpa(q, k, v, edges(q_lengths), edges(k_lengths), **maxima, **masks, activation=kind, divisor=7.0)
-        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+        torch.autograd.grad(out, (q, k, v, *tables), torch.randn_like(out))
         assert torch.isfinite(out).all(), kind
 
 

@@ -44,6 +44,7 @@ def test_an_event_is_asked_about_when_the_next_one_happens():
     found = event_times(stamps, torch.tensor([0, 0, 3, 3, 5, 5]))
     assert found.tolist() == [[5, 9, 20, 7, 8], [9, 20, 20, 8, 8]]
     assert event_times(stamps[:0], torch.tensor([0, 0])).shape == (2, 0)
+    assert all(row.is_contiguous() and row.data_ptr() % 16 == 0 for row in found)
 
 
 @pytest.mark.parametrize("layer", KINDS)
