@@ -23,12 +23,14 @@ class OverSamples(nn.Module):
 
     def __init__(self, model: GEM) -> None:
         super().__init__()
+        self.output: Tensor | None = None  # of the last call
         names = over_samples(model.model)
         self.blocks = nn.ModuleList(parent.get_submodule(key) for name, blocks in model.regions().items() if name in names for parent, key in blocks)
         self._call = model.over_samples
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self._call(*inputs)
+        self.output = self._call(*inputs)
+        return self.output
 
 
 class Replayed:
@@ -47,8 +49,12 @@ class Replayed:
 
 def capture(model: GEM, plan: Plan, device: torch.device) -> None:
     """Replaces `model.over_samples` by its graphs, of a plan that `costmodel.execution.refusal` has nothing against."""
-    eager, sample = model.over_samples, sample_inputs(plan, device)
-    replay = torch.cuda.make_graphed_callables(OverSamples(model), sample)
+    eager, sample, module = model.over_samples, sample_inputs(plan, device), OverSamples(model)
+    replay = torch.cuda.make_graphed_callables(module, sample)
+    if module.output is not None:
+        # what it was made by holds the parameters' gradient accumulators on the stream of the capture, for which every step would wait
+        module.output.detach_()
+        module.output = None
     model.over_samples = Replayed(eager, replay, sample)  # type: ignore[method-assign]
 
 

@@ -111,6 +111,7 @@ def test_refused_regions():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS", "ignore:It seems like you did not set/select the default device")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replays_train_as_eager_blocks_do(precision, tmp_path):
