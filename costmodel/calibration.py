@@ -195,8 +195,8 @@ class Calibration:
         """Time of an op on `device` (default: the calibrated one). On another device the utilisation carries over and is marked extrapolated.
 
         Without a curve for these keys the nearest relative stands in, marked extrapolated: another number of active ranks, then another variant,
-        then another dtype of the same kind and phase. With none, the roofline. An attention without a bias that stands in for one with is slowed down
-        as `compute.BIASED_SHARE` says.
+        then another dtype of the same kind and phase. With none, the roofline. To an attention without a bias that stands in for one with one,
+        `compute.bias_seconds` is added.
         """
         device = device or self.device
         key = (op, phase, active_ranks, device.name)
@@ -224,8 +224,8 @@ class Calibration:
             log_ratio, outside = ready.surface.at(np.array(coordinates(op.kind, values)))
             source = "extrapolated" if relative or transferred or outside > 0.1 else "interpolated"
             seconds = math.exp(log_ratio) * curve.reference(one, device)
-            if compute.biased(one) and not curve.variant.endswith("_bias") and device.kind != "cpu":
-                seconds /= compute.BIASED_SHARE[phase]
+            if not curve.variant.endswith("_bias"):
+                seconds += compute.bias_seconds(one, phase, device)
             width = max(MINIMUM_WIDTH[source], curve.width + 0.1 * outside)
             host = ready.host
         if op.kind in self.stale_kinds:
@@ -238,7 +238,9 @@ class Calibration:
         curve, relative = self._index.get(key), False
         if curve is None:
             kin = [c for c in self.curves if c.op == op.kind and c.phase == phase]
-            curve = min(kin, default=None, key=lambda c: (c.dtype != op.dtype, c.variant != op.variant, abs(c.active_ranks - active_ranks), c.key))
+            plain = op.variant.removesuffix("_bias")
+            curve = min(kin, default=None, key=lambda c: (c.dtype != op.dtype, c.variant != op.variant, c.variant != plain,
+                                                          abs(c.active_ranks - active_ranks), c.key))
             relative = curve is not None
         if curve is None:
             return None, False

@@ -17,9 +17,10 @@ from costmodel.ops import BACKWARD, FORWARD, KINDS, Op
 # 2.5 x forward; norms 3.0-4.1 of 4.8 TB/s; fused embedding update 1.8 TB/s by the bytes of `ops.KINDS`. index_select of 512-byte rows 1.7 TB/s]
 COMPUTE_UTILISATION = {"linear": 0.70, "bmm": 0.40, "attention": 0.50}
 ATTENTION_BACKWARD_UTILISATION = 0.22
-# Of an attention's rate without a bias on its scores, with HSTU's two tables, whose gradients are in backward [Measured: one H200, 2026-12-01, causal
-# SiLU, lengths 1-2048, docs/results/kernels-h200.md: forward 113 of 476 TFLOPS, backward 63 of 308; causal softmax 77 of 383 and 66 of 319].
-BIASED_SHARE = {FORWARD: 0.24, BACKWARD: 0.21}
+# A bias on attention's scores, HSTU's two tables and in backward their gradients: the time of so many fp32 FLOPs a score, whatever the heads' width,
+# on top of the attention without [Measured: one H200, 2026-12-01, causal SiLU, 1.59e9 scores, docs/results/kernels-h200.md: forward 7.20 ms with the
+# bias and 1.71 without, backward 32.3 and 6.62].
+BIAS_FLOPS = {FORWARD: 230.0, BACKWARD: 1080.0}
 MEMORY_UTILISATION = {"embedding_lookup": 0.45, "embedding_update": 0.38}
 DEFAULT_MEMORY_UTILISATION = 0.80
 # Of the peak, with a scale per 128 elements, whose sums leave the tensor cores on the way [Measured: H200, torch 2.11,
@@ -79,15 +80,15 @@ def roofline(op: Op, phase: str, device: Device) -> np.ndarray:
         reached = HOST_MEMORY_UTILISATION.get(op.kind, HOST_DEFAULT_MEMORY_UTILISATION)
         return np.maximum(at_peak / HOST_COMPUTE_UTILISATION.get(op.kind, 1.0), at_bandwidth / reached)
     matrix = ATTENTION_BACKWARD_UTILISATION if op.kind == "attention" and phase == BACKWARD else COMPUTE_UTILISATION.get(op.kind, 1.0)
-    if biased(op):
-        matrix *= BIASED_SHARE[phase]
     memory = MEMORY_UTILISATION.get(op.kind, DEFAULT_MEMORY_UTILISATION)
-    return np.hypot(at_peak / matrix, at_bandwidth / memory) + op.count * KERNEL_SECONDS
+    return np.hypot(at_peak / matrix, at_bandwidth / memory) + op.count * KERNEL_SECONDS + bias_seconds(op, phase, device)
 
 
-def biased(op: Op) -> bool:
-    """Whether it is an attention with a bias on its scores."""
-    return op.kind == "attention" and op.variant.endswith("_bias")
+def bias_seconds(op: Op, phase: str, device: Device) -> float | np.ndarray:
+    """What a bias on its scores costs an attention on a GPU, all repetitions [s]; 0 for other ops."""
+    if op.kind != "attention" or not op.variant.endswith("_bias") or device.kind == "cpu":
+        return 0.0
+    return op.count * op.feature("pairs") * op.feature("heads") * BIAS_FLOPS[phase] / peak_flops(device, "fp32")
 
 
 def limiting(op: Op, phase: str, device: Device) -> str:

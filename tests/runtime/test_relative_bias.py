@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,14 +11,15 @@ import torch
 from attention_reference import Counted
 
 import costmodel.blocks as costs
+import costmodel.calibration
 from costmodel.blocks import BatchShape, JaggedShape
 from costmodel.blocks.attention import BIAS_SCRATCH
-from costmodel.cluster import Device
+from costmodel.calibration import load
 from costmodel.codec import canonical, content_hash, decode, encode
-from costmodel.compute import roofline_seconds
+from costmodel.compute import BIAS_FLOPS, bias_seconds, roofline_seconds
 from costmodel.memory import input_bytes
 from costmodel.model import Layer, LayerGroup, Model
-from costmodel.ops import BACKWARD, FORWARD
+from costmodel.ops import BACKWARD, FORWARD, attention
 from costmodel.plan import Layout
 from runtime.checkpointing import apply_checkpointing
 from runtime.data import open_source
@@ -154,12 +156,22 @@ def test_cost_counts_no_flops_and_marks_the_variant():
     assert (ours.variant, theirs.variant) == ("hstu_bias", "hstu")
     assert ours.bytes(FORWARD) - theirs.bytes(FORWARD) == 16 * 50
     assert with_bias.workspace_bytes(shape, "bf16") == BIAS_SCRATCH > plain.workspace_bytes(shape, "bf16")
-    gpu = Device(name="h200", kind="gpu", peak_flops={"bf16": 989e12}, memory_bytes=141e9, memory_bandwidth=4.8e12)
-    big = JaggedShape(lengths=np.array([1024]), weights=np.array([1024.0]), longest=1024.0)
-    for phase in (FORWARD, BACKWARD):
-        slow, fast = (next(op for op in b.forward(BatchShape(samples=1024.0, sequences={"history": big}), "bf16") if op.kind == "attention")
-                      for b in (with_bias, plain))
-        assert roofline_seconds(slow, phase, gpu) > 1.5 * roofline_seconds(fast, phase, gpu)
+
+
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD])
+def test_without_a_curve_a_bias_costs_time_by_the_score(phase):
+    """By the roofline and where the curve of the attention without stands in, of all variants that of the same kind."""
+    calibration = load(Path(costmodel.calibration.__file__).parent / "calibrations" / "H200-SXM.json")
+    gpu = calibration.device
+    ops = [attention(variant, tokens=1e6, pairs=5e8, longest=1024, heads=4, head_dim=128, dtype="bf16") for variant in ("hstu_bias", "hstu")]
+    added = bias_seconds(ops[0], phase, gpu)
+    assert added == pytest.approx(2e9 * BIAS_FLOPS[phase] / gpu.peak_flops["fp32"]) and bias_seconds(ops[1], phase, gpu) == 0.0
+    assert bias_seconds(ops[0], phase, models.cluster(1).device) == 0.0
+    slow, fast = (roofline_seconds(one, phase, gpu) for one in ops)
+    assert slow - fast == pytest.approx(added, rel=0.02)
+    slow, fast = (calibration.predict(one, phase) for one in ops)
+    assert slow.seconds - fast.seconds == pytest.approx(added, rel=0.1)
+    assert slow.curve == fast.curve and slow.source == "extrapolated"
 
 
 @pytest.mark.parametrize("phase", [FORWARD, BACKWARD])
