@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", help="of the speed stage (default: all of benchmarks.train_speed.SCENARIOS)")
     parser.add_argument("--peers", nargs="+", help="of the speed stage (default: all of benchmarks.train_speed.OVER)")
     parser.add_argument("--warmed", action="store_true", help="of the speed stage: kernels were compiled before, `python -m benchmarks.train_speed`")
-    parser.add_argument("--compiled", action="store_true", help="of the speed stage: compiled blocks too, which take minutes to compile")
+    parser.add_argument("--compiled", action="store_true", help="of the speed stage: compiled blocks and CUDA graphs too; takes minutes")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args(arguments)
     stages = options.only or (CPU_STAGES if options.device == "cpu" else ("speed",))

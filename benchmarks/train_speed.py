@@ -1,9 +1,9 @@
 """Local MFU of one device on whole models, with two peers beside it: histories padded to the longest, and the same model on compiled FlexAttention.
 
-A device trains a few steps of each variant in one process, all on the same batches: eager blocks, compiled ones, and the peers with eager blocks, so
-that each differs from `eager` in one thing. MFU is that of the faster of the first two: the measured steps' FLOPs (their own lengths, causal half,
-nothing recomputed) over their seconds and the dense peak of the format. FlexAttention knows softmax only: pointwise layers run it as a softmax of
-the same shape, so that variant is timed, not trained to any use.
+A device trains a few steps of each variant in one process, all on the same batches: each execution (eager, compiled blocks, CUDA graphs), and the
+peers with eager blocks, so that each differs from `eager` in one thing. MFU is that of the fastest execution: the measured steps' FLOPs (their own
+lengths, causal half, nothing recomputed) over their seconds and the dense peak of the format. FlexAttention knows softmax only: pointwise layers run
+it as a softmax of the same shape, so that variant is timed, not trained to any use.
 
 On a GPU every variant's kernels are compiled first, by processes of their own at once (`python -m benchmarks.train_speed MODEL VARIANT`).
 """
@@ -39,7 +39,7 @@ from runtime.trainer import WARMUP_STEPS, Trainer
 SCENARIOS = {"hstu-ranking": ("hstu-ranking", 32, 0.35), "gem-full": ("gem-full-1xh200", 64, 0.30)}
 AIM, PEERS = 0.45, {"HSTU, 302.6 TFLOPS a GPU on H100, jagged, another distribution": 0.306}
 OVER = {"padded": 2.0, "flex": 1.3}
-EXECUTIONS = ("eager", "compile")
+EXECUTIONS = ("eager", "compile", "cuda_graph")
 # gem-full's loss leaves the neighbourhood of its start within three steps at its own 1e-3 without a warm-up; the step takes as long at any rate
 LEARNING_RATE = 1e-5
 STEPS = {"cuda": 23, "cpu": 6}
@@ -95,7 +95,7 @@ def _alone(host: Plan, model: Model, workload: Workload, batch: int, precision: 
 def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False, models: Sequence[str] = tuple(SCENARIOS),
          peers: Sequence[str] = tuple(OVER), warmed: bool = False) -> Iterator[list[Row]]:
     """Figures of every one of `models` beside `peers` that fits into `seconds`, after each variant all that are known of its model; a variant that
-    cannot run is a row that says why. `compiled`: compiled blocks too, which take minutes to compile. `warmed`: kernels were compiled before."""
+    cannot run is a row that says why. `compiled`: the other executions too, which take minutes. `warmed`: kernels were compiled before."""
     until = time.monotonic() + seconds
     if device.type == "cuda" and not warmed:
         warm([(name, variant) for variant in ("eager", *peers) for name in models], until=time.monotonic() + seconds / 2)
@@ -104,9 +104,10 @@ def rows(device: torch.device, *, seconds: float = 180.0, compiled: bool = False
         mesh.start(device)
     device = mesh.indexed(device)
     on_gpu = device.type == "cuda"
+    others = [e for e in EXECUTIONS[1:] if on_gpu or e != "cuda_graph"] if compiled else []
     plans = {name: plan_of(name) if on_gpu else tiny(name) for name in models}
     found: dict[str, dict[str, Timed]] = {name: {} for name in models}
-    for variant in ("eager", *peers, *(("compile",) if compiled else ())):
+    for variant in ("eager", *peers, *others):
         for name in models:
             missing = Row(name=f"speed: {name}, {variant}", value=None, unit="s", better="lower", note=f"not run: {seconds:.0f} s were over")
             try:
@@ -159,9 +160,9 @@ def _phases(one: Measured) -> str:
 
 
 def measure(plan: Plan, device: torch.device, variant: str, *, num_steps: int | None = None) -> Timed:
-    """A few steps of a variant (`eager`, `compile`, or one of `OVER`), those of the warm-up left out."""
+    """A few steps of a variant (one of `EXECUTIONS` or of `OVER`), those of the warm-up left out."""
     plan = dataclasses.replace(plan, batching="padded") if variant == "padded" else plan
-    plan = dataclasses.replace(plan, execution="compile") if variant == "compile" else plan
+    plan = dataclasses.replace(plan, execution=variant) if variant in EXECUTIONS else plan  # type: ignore[arg-type]
     trainer = None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
