@@ -8,7 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 
-def test_no_value_of_a_persistent_loop_is_stuck_at_its_first(tmp_path):
+def test_hopper_kernels_carry_their_values_and_use_every_barrier(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, str(HERE / "_hopper_compiled.py")], env=environment, capture_output=True, text=True, timeout=280, check=False
