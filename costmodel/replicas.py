@@ -8,10 +8,11 @@ One after the other, the step waiting for each. With `Plan.tables_ahead` beside 
     plain 2D            weights behind the update, beside AdamW, up to the end of the step (where the next one looks up); state beside the next
                         forward
     fully sharded 2D    the gather for the update begins when backward has so many blocks to go (of an earlier micro-batch: that of weights, for the
-                        next lookup); behind the update weights are scattered and gathered again, beside AdamW up to the end of the step; state
-                        beside the next forward
+                        next lookup); behind the update weights are scattered, beside AdamW up to the end of the step, and gathered again at once,
+                        which is at the beginning of the next step; state beside the next forward
 
-A step of a run is shown: what the one before left running is at its beginning. 16-bit weights travel as fp32 where they are averaged.
+A step of a run is shown: what the one before left running is at its beginning, so that the host, which is ahead in a run, launches meanwhile.
+16-bit weights travel as fp32 where they are averaged.
 """
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ class ReplicaTasks:
     compute: Callable[..., int]
     states: int | None = None
     gathered: int | None = None
+    averaging: int | None = None
 
     @property
     def ahead(self) -> bool:
@@ -59,7 +61,9 @@ class ReplicaTasks:
         return float(weights.max()), float(self.loads.state.max())
 
     def left_running(self) -> None:
-        """At the beginning of a step: means of state that the one before left running."""
+        """At the beginning of a step: the gather for its lookup, and means of state, which the one before left running."""
+        if self.ahead and self.fully_sharded:
+            self.gathered = self.over_replicas("tables gather next", "all_gather", float(self.loads.weights.max()), apart=True)
         if self.ahead and self.averaged[1]:
             name, kind = ("tables scatter state", "reduce_scatter") if self.fully_sharded else ("tables average state", "all_reduce")
             self.states = self.over_replicas(name, kind, self.averaged[1], apart=True)
@@ -95,17 +99,16 @@ class ReplicaTasks:
             self.over_replicas(name, kind, weights)
             return
         if not self.fully_sharded:
-            self.gathered = self.over_replicas("tables average weights", "all_reduce", weights, deps=(self.last,), apart=True)
+            self.averaging = self.over_replicas("tables average weights", "all_reduce", weights, deps=(self.last,), apart=True)
             return
-        # on the host's backends the main thread waits for the mean before it has it gathered
-        mean = self.over_replicas("tables scatter weights", "reduce_scatter", weights, deps=(self.last,), apart=self.gpu)
-        self.gathered = self.over_replicas("tables gather next", "all_gather", float(self.loads.weights.max()), deps=(mean,), apart=True)
+        # on the host's backends the main thread waits for the mean, behind which it has it gathered
+        self.averaging = self.over_replicas("tables scatter weights", "reduce_scatter", weights, deps=(self.last,), apart=self.gpu)
 
     def end_step(self) -> None:
-        """The next step's first lookup waits here."""
-        if self.gathered is not None:
-            self.compute("tables wait", NO_COST, "sparse", deps=(self.gathered,))
-            self.gathered = None
+        """The next step's first lookup, or the gather for it, waits here."""
+        if self.averaging is not None:
+            self.compute("tables wait", NO_COST, "sparse", deps=(self.averaging,))
+            self.averaging = None
 
 
 __all__ = ["ReplicaTasks"]

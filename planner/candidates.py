@@ -99,7 +99,7 @@ class _Bounds:
         local, local_of = self.per(("sparse_group", "transport", "local_batch", "accumulation", "input_overlap"), self.local_savings)
         before, saved = local[local_of].T
         lookups, turn, update = sparse[sparse_of].T
-        exchanges, exchanged, tier, average, beside = sent[sent_of].T
+        exchanges, exchanged, tier, average, beside, early = sent[sent_of].T
         each, update = lookups + exchanges, update + average
         repeats = (accumulation - 1) * (dense[:, 0] + turn + exchanged)
         move = moves[:, -3:][move_of]
@@ -114,7 +114,10 @@ class _Bounds:
         # the optimizer is launched last, and what no op has comes behind it
         ended = move[:, -1] + pricer(self.pricing.base(0), self.calibration).step_overhead[0]
         # means over replicas that run beside the optimizer begin behind the update
-        return self.slow * np.maximum(accumulation * each + np.maximum(free, worked) + np.maximum(ended, beside), self.launches() + ended)
+        # and what they gather for the first lookup runs beside all that comes before it
+        first = np.maximum(0.0, early - each)
+        done = accumulation * each + first + np.maximum(free, worked) + np.maximum(ended, beside)
+        return self.slow * np.maximum(done, self.launches() + ended)
 
     def launches(self) -> np.ndarray:
         """`(candidates,)`: least seconds in which the host launches a step's dense ops and the spreading of embeddings, under any options."""
@@ -303,15 +306,15 @@ class _Bounds:
         return np.array([forward, time(spread, BACKWARD) if exchanged else 0.0, update])
 
     def sparse_moves(self, i: int, plan: Plan) -> np.ndarray:
-        """`(5,)`: seconds of exchanges before forward in every micro-batch, of the exchange of gradients with its link, of the replicas' average, and
-        of what replicas do beside the optimizer."""
+        """`(6,)`: seconds of exchanges before forward in every micro-batch, of the exchange of gradients with its link, of the replicas' average, and
+        of what replicas do beside the optimizer and before the first lookup."""
         ids, sent, returned, weights, state = self.sent[plan.layout.sparse_group, plan.local_batch, plan.input_overlap]
         net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(plan.layout)["sparse_group"]
         rows, gradients = net.cost("all_to_all", sent, group), net.cost("all_to_all", returned, group)
-        gather, average, beside = self.replica_seconds(plan, weights, state)
+        gather, average, beside, early = self.replica_seconds(plan, weights, state)
         return np.array(
             [net.cost("all_to_all", ids, group).seconds + rows.seconds + gather, gradients.seconds, self.link(rows.tier, missing=-2.0), average,
-             beside]
+             beside, early]
         )
 
     def local_savings(self, i: int, plan: Plan) -> np.ndarray:
@@ -339,18 +342,19 @@ class _Bounds:
         early = count @ (plan.accumulation * forward + (plan.accumulation - 1) * backward)
         return np.array([early, max(0.0, net_saving - fixed)])
 
-    def replica_seconds(self, plan: Plan, weights: float, state: float) -> tuple[float, float, float]:
-        """(seconds of each micro-batch, of each step, of each step beside the optimizer) that several replicas of a sparse group cost."""
+    def replica_seconds(self, plan: Plan, weights: float, state: float) -> tuple[float, float, float, float]:
+        """(seconds of each micro-batch, of each step, of each step beside the optimizer, and before the first lookup) that several replicas of a
+        sparse group cost."""
         layout = plan.layout
         if layout.sparse_replicas == 1:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0
         net, group = network(plan.cluster, self.calibration, plan.transport), layout_groups(layout)["sparse_replicas"]
         if layout.fully_sharded_2d:
             gather, scatter = (net.cost(kind, weights, group).seconds for kind in ("all_gather", "reduce_scatter"))
-            return (0.0, 0.0, scatter + gather) if plan.tables_ahead else (gather, gather + scatter, 0.0)
+            return (0.0, 0.0, scatter, gather) if plan.tables_ahead else (gather, gather + scatter, 0.0, 0.0)
         if plan.tables_ahead:
-            return 0.0, 0.0, net.cost("all_reduce", weights, group).seconds / layout.sync_every
-        return 0.0, net.cost("all_reduce", weights + state, group).seconds / layout.sync_every, 0.0
+            return 0.0, 0.0, net.cost("all_reduce", weights, group).seconds / layout.sync_every, 0.0
+        return 0.0, net.cost("all_reduce", weights + state, group).seconds / layout.sync_every, 0.0, 0.0
 
     # --- memory ---
 
