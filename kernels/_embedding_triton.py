@@ -293,7 +293,7 @@ def _update_kernel(
     sums_ptr, lr, eps, beta1, beta2, correction1, correction2, weight_decay, seed, num_ids, programs,
     dim: tl.constexpr, ONE_RUNS: tl.constexpr, FEW_RUNS: tl.constexpr, FEW: tl.constexpr, SOME: tl.constexpr, ITEMS: tl.constexpr,
     BLOCK_D: tl.constexpr, MEAN: tl.constexpr, POLICY: tl.constexpr, OPTIMIZER: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr,
-    ACC: tl.constexpr, MIXED: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """Shares of long runs first, one at a time: whoever finishes a run's last share adds them up and updates the row. Then the other lists, from
     the longest runs to the shortest, with what describes the next runs on its way. A list has runs of like length: no row waits for another's."""
@@ -301,7 +301,7 @@ def _update_kernel(
     cols = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, ITEMS)
     turn = programs - 1 - pid  # from the last program on: the first ones may have a share more
-    early = ((pid ^ (pid >> 7)) & 1) < MIXED
+    early = ((pid ^ (pid >> 7)) & 1) == 0  # whose singles come first: they wait for memory, long runs for L2, and so both are at work at once
     if early:
         _update_ones(
             weight_ptr, state1_ptr, state2_ptr, grad_ptr, offsets_ptr, one_ptr, one_rows_ptr, counts_ptr,
@@ -440,7 +440,6 @@ ONE_RUNS, FEW_RUNS = 8, 4  # runs of the first and of the second list at a time
 SHARE = 64  # gradient rows of a longer run's share, at least
 SHARE_ITEMS = 8  # gradient rows of a share at a time
 PROGRAMS = 28  # of step 5 on each multiprocessor, if its registers hold them
-MIXED = 1  # 0: runs of one gradient row last in every program; 1: first in every other one; 2: first in all
 GRADIENTS = "evict_last"  # where in L2 gradient rows, read again and again, should stay
 
 
@@ -490,7 +489,7 @@ def embedding_update_(
         (weight, state1, state2, grad_out, keys, sources, offsets, *lists, counts, plan, arrived, shares, sums,
          lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed_32, num_ids, programs),
         (dim, ONE_RUNS, FEW_RUNS, FEW, SOME, SHARE_ITEMS, block_d, mean, GRADIENTS, optimizer, weight_decay != 0.0, seed is not None,
-         _accumulator(weight.dtype), MIXED),
+         _accumulator(weight.dtype)),
         num_warps=max(1, block_d // 128), key=kinds,  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
     )  # fmt: skip
 

@@ -26,22 +26,23 @@ FORWARD_TILES = {(64, True): (128, 3), (64, False): (128, 3), (128, True): (128,
 # [us at cross] tiles of 128 rows 1,168; 48 tiles an item by TMA 1,038, 1,044; 96 1,063, 24 1,092, 1,059; two consumers 1,094, 1,076; two to
 # eight programs a multiprocessor 1,071 to 1,159
 UNITS = {(128, True, True): (64, 4, 2, 2, 6, False), (128, True, False): (64, 4, 3, 16, 6, True)}
-# Backward of blocks of 64: slots, and programs for each multiprocessor, each with an even share. [Measured H200, ms] Triton 1.435; two slots 1.392,
-# with eight programs 1.351
+# Backward of blocks of 64: slots, and programs for each multiprocessor, each with an even share. [Measured H200, ms] Triton 1.404; two slots
+# 1.394, with eight programs 1.345; three slots 1.110, with eight programs 1.091, with 32 1.064
 BLOCK_SLOTS, BLOCK_WAVES = 3, 8
 HEAD_DIMS = (64, 128)
 
 # head dim -> keys (dQ) or queries (dK, dV) a step and stages of them, tiles of the other side in flight; softmax's dQ holds O's tile too.
 # [Measured H200, D=128, TFLOPS of the products, without O] dQ, L <= 1024: 600 with two tiles, 605 with one. dK and dV: two blocks of keys
-# 505 at L <= 1024, 257 at L <= 256, one block and a stage more 543 and 248. O read by the consumers instead of by TMA: dQ 547. D=64, activations:
-# 128 queries a step spill 100 registers a thread in the inner loop, 64 none [ptxas]
+# 505 at L <= 1024, 257 at L <= 256, one block and a stage more 543 and 248. O read by the consumers instead of by TMA: dQ 547.
+# [us, D=64, L <= 1024] gelu_fast: dQ with 128 keys a step 1,888 (in (64, 6, 2), not checked against float64 yet, 1,674), dK and dV with 128
+# queries 3,262 (their registers spill), with 64 1,969; softmax: 1,379 (1,332), 1,666, 1,953; at L <= 256: 218 (186), 234, 220
 DQ_TILES = {(64, True): (128, 4, 2), (64, False): (128, 4, 2), (128, True): (64, 4, 1), (128, False): (64, 5, 1)}
 # Activations, L <= 1024 [us]: dQ with two tiles 2,718, with one and two stages more 2,658; dK and dV: two blocks of keys 3,460, one and a stage
 # more 3,628
 DKDV_TILES = {(64, True): (64, 6, 2), (64, False): (128, 4, 2), (128, True): (64, 3, 2), (128, False): (64, 4, 1)}  # (head dim, short or no softmax)
-# Kinds whose dK and dV begin dP late, and so do all under a mask by position: else softmax and gelu spill registers between a step's products
-# [ptxas; gelu 14 loads between the parts of one]. [Measured H200, dK and dV, ms] causal silu, L <= 2048: 3.76 late, 4.08 not
-LATE = frozenset({"silu"})
+# (kind, whether masked by position) whose dK and dV begin dP late. Under a mask softmax and gelu otherwise spill registers between a step's products
+# [ptxas]. [Measured H200, dK and dV, ms] causal silu, L <= 2048: 3.76 late, 4.08 not
+LATE = frozenset({("silu", False), *((kind, True) for kind in ("softmax", "gelu", "gelu_fast", "silu", "relu", "identity"))})
 # two of a program's warp groups compute; beside them a warp that loads, and two that zero tails and fetch statistics
 PARTITIONS = {"PRODUCERS": 1, "HELPERS": 2, "PRODUCER_REGISTERS": 24, "num_warps": 4}
 
@@ -159,7 +160,7 @@ def backward(
         *offsets, *tiles, *sizes, q.stride(1), grad.stride(1), o.stride(1), k.stride(1), v.stride(1), options.window, scale,
         options.scale / options.divisor, N=n, STAGES=stages, SLOTS=slots, **constants,
     )  # fmt: skip
-    late = options.kind in LATE or options.causal or options.window > 0
+    late = (options.kind, options.causal or options.window > 0) in LATE
     n, stages, slots = DKDV_TILES[head_dim, max_q <= SHORT or not softmax]
     run(
         hopper_dkdv_kernel, (num_programs(q.device),),

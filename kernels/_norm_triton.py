@@ -32,9 +32,9 @@ ELEMENTS_PER_THREAD = 64
 # program, all on one address, is what it can afford.
 # Measured on an H200 [TB/s], by tiles, looping, and with two tiles ahead in shared memory: row-wise at 512 columns 4.10, 4.03, 3.97; 2,048 3.80,
 # 3.98, 4.05; 4,096 3.30, 3.71, 3.82; 8,192 3.24, 3.65, 3.88; tensor-wise 2,048 3.99, 4.01; 4,096 3.67, 3.75; 8,192 3.60, 3.71 (without tiles).
-_TILES, _LOOP, _AHEAD = (0, 0, 32, 0, True), (1, 0, 64, 12, False), (1, 3, 64, 8, True)
+_TILES, _LOOP, _AHEAD = (0, 0, 64, 0, False), (1, 0, 64, 12, False), (1, 3, 64, 8, True)
 SETTINGS = {
-    "row": {512: _TILES, 1024: (0, 0, 64, 0, False), 2048: (1, 3, 16, 24, True), 4096: _AHEAD, 8192: _AHEAD},
+    "row": {512: _TILES, 1024: (0, 0, 32, 0, True), 2048: (1, 3, 16, 24, True), 4096: _AHEAD, 8192: _AHEAD},
     "tensor": {512: _LOOP, 1024: _LOOP, 2048: (1, 3, 16, 24, True), 4096: _AHEAD, 8192: _AHEAD},
 }
 BACKWARD_ELEMENTS_PER_THREAD = 16
@@ -411,7 +411,7 @@ def _settings(scaling: str, dim: int, plain: bool = True) -> tuple[int, int, int
     else:
         return 0, 0, ELEMENTS_PER_THREAD, 0, False
     if not plain:
-        return _LOOP if table is SETTINGS["tensor"] else (0, 0, ELEMENTS_PER_THREAD, 0, False)
+        return _LOOP if table is SETTINGS["tensor"] else _TILES
     return table[min(max(table), max(min(table), next_power_of_2(dim)))]
 
 
