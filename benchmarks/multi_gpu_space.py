@@ -35,6 +35,8 @@ FP32_BATCH = 16
 PARTS, WARMING = ("ops", "alone", "collectives", "predict", "plans", "links"), "warming"
 # Different steps of batches that a run repeats.
 BATCHES = 5
+# Blocks before the end of backward at which whole shards are gathered for the update, where they are gathered ahead.
+AHEAD = 2
 TINY_BATCH = {"full": 8, "tables": 16, "full-fp32": 8}
 # What a seed draws of a subject's workload, one value each: samples of a global batch, and of `full` the lengths of histories. The workloads without
 # a seed were looked at while the model was made, those of a seed are drawn to be scored.
@@ -94,6 +96,9 @@ def plans(device: str, ranks: int = 2, seed: int | None = None) -> dict[str, Pla
         "full-ep-all-to-all": full(dataclasses.replace(whole, ep=2, expert_all_to_all=True), precision=low, checkpoint="selective"),
         "full-overlap-micro": full(whole, precision=low, accumulation=2, input_overlap=True),
         "tables-table-wise": tables(Layout(ddp=ranks, sparse_group=ranks), precision=low, sharding="table_wise"),
+        "tables-2d-ahead": dataclasses.replace(tables(replicas, precision=low), tables_ahead=AHEAD),
+        "tables-fully-sharded-2d-ahead": dataclasses.replace(tables(dataclasses.replace(replicas, fully_sharded_2d=True), precision=low),
+                                                             tables_ahead=AHEAD),
         # last: their kernels take longest to compile
         "full-fp32-one": fp32(Layout(), precision="fp32"),
         "full-fp32-fsdp": fp32(whole, precision="fp32"),
