@@ -6,6 +6,7 @@ to lie where the graph leaves them. A call without gradients or on another numbe
 """
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -29,6 +30,7 @@ class OverSamples(nn.Module):
         self._call = model.over_samples
 
     def forward(self, *inputs: Tensor) -> Tensor:
+        self.output = None
         self.output = self._call(*inputs)
         return self.output
 
@@ -50,7 +52,10 @@ class Replayed:
 def capture(model: GEM, plan: Plan, device: torch.device) -> None:
     """Replaces `model.over_samples` by its graphs, of a plan that `costmodel.execution.refusal` has nothing against."""
     eager, sample, module = model.over_samples, sample_inputs(plan, device), OverSamples(model)
-    replay = torch.cuda.make_graphed_callables(module, sample)
+    with warnings.catch_warnings():
+        # of gradients that are asked for, which accumulate nowhere: backward is warmed up and captured on streams of its own
+        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+        replay = torch.cuda.make_graphed_callables(module, sample)
     if module.output is not None:
         # what it was made by holds the parameters' gradient accumulators on the stream of the capture, for which every step would wait
         module.output.detach_()
