@@ -39,7 +39,10 @@ def products(block: Block, batch: BatchShape, precision: str, phase: str, policy
     sequence = getattr(block, "sequence", None)
     if sequence is None or sequence not in batch.sequences or not batch.sequences[sequence].varied:
         return 0
-    each = sum(one.count for one in block.forward(batch, precision) if one.kind == "linear")
+    counts = block.__dict__.setdefault("_linear", {})  # the same for every batch
+    if precision not in counts:
+        counts[precision] = sum(one.count for one in block.forward(batch, precision) if one.kind == "linear")
+    each = counts[precision]
     return each if phase == FORWARD else (3 if policy == "full" else 2) * each
 
 
