@@ -18,9 +18,9 @@ from costmodel.ops import BACKWARD, FORWARD, KINDS, Op
 COMPUTE_UTILISATION = {"linear": 0.70, "bmm": 0.40, "attention": 0.50}
 ATTENTION_BACKWARD_UTILISATION = 0.22
 # A bias on attention's scores, HSTU's two tables and in backward their gradients: the time of so many fp32 FLOPs a score, whatever the heads' width,
-# on top of the attention without [Measured: one H200, 2026-12-01, causal SiLU, 1.59e9 scores, docs/results/kernels-h200.md: forward 7.20 ms with the
-# bias and 1.71 without, backward 32.3 and 6.62].
-BIAS_FLOPS = {FORWARD: 230.0, BACKWARD: 1080.0}
+# on top of the attention without [Measured: one H200, 2026-12-01, causal SiLU, 1.59e9 scores: forward 6.12 ms with the bias, 1.71 without; backward
+# 26.6, its three passes one by one, and 6.62].
+BIAS_FLOPS = {FORWARD: 185.0, BACKWARD: 840.0}
 MEMORY_UTILISATION = {"embedding_lookup": 0.45, "embedding_update": 0.38}
 DEFAULT_MEMORY_UTILISATION = 0.80
 # Of the peak, with a scale per 128 elements, whose sums leave the tensor cores on the way [Measured: H200, torch 2.11,

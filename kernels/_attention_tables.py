@@ -5,7 +5,9 @@ M x M pairs whose rows are counted from the end of the keys lie on diagonals, an
 distances at the same places: they add up elementwise in registers, and only the sum of a diagonal is split by distance. Diagonals beyond the
 table's reach all belong to its first or last row. Times have no such order: a tile adds each of its buckets by itself, few where times rise.
 
-Scores and their gradients are computed again (two products); heads that share a table row add up before anything else is done.
+Scores and their gradients are computed again (two products); heads that share a table row add up before anything else is done. [Measured H200, HSTU,
+L <= 2048, H = 4, D = 128] tables shared by heads 11.0 ms of the backward's 27, 7.4 for positions alone; one stage in 128 registers 16.2;
+buckets added one by one 11.8; a column a head 26. With float32 atomics into 32 copies of the tables the backward took 108.
 """
 
 import torch
