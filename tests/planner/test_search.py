@@ -178,7 +178,8 @@ def test_a_job_that_the_host_holds_back_is_proven_quickly(execution):
     scenario = dataclasses.replace(scenario, search=dataclasses.replace(scenario.search, predict_only=execution is None))
     state = Search(scenario, None, time_limit=None, gap=0.01)
     state.run()
-    assert state.certificate(state.lowest_open()).gap <= 0.01 and state.solves < 300  # every execution is a candidate of its own
+    assert state.certificate(state.lowest_open()).gap <= 0.01
+    assert state.solves < (300 if execution else 700)  # each execution is a candidate of its own
     rng, indices = np.random.default_rng(0), np.flatnonzero(state.fits)
     for i in map(int, rng.choice(indices, 25, replace=False)):
         choice = state.pricing.program(i).solve(time_limit=None, gap=0.0)
