@@ -167,8 +167,8 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
     """Trains a few steps of `plan`, whose step is expected to take `expected` seconds; what the trainer measured, encoded, and besides
 
-    host_s, device_s: seconds by phase (`typical`); steps_s: every measured step; context_bytes: what the device had taken beyond the allocator
-    (None on a CPU); wall_s: of the whole call.
+    held_before: bytes that the process had allocated before; host_s, device_s: seconds by phase (`typical`); steps_s: every measured step;
+    context_bytes: what the device had taken beyond the allocator (None on a CPU); wall_s: of the whole call.
     """
     import torch
 
@@ -178,8 +178,10 @@ def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
 
     begin = time.perf_counter()
     _empty(device)
+    held = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
     source = open_source(plan.model, plan.workload, seed=plan.seed)
     trainer = Trainer(plan, source, device=device)
     trainer.train(WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / expected))))
@@ -193,6 +195,7 @@ def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
         "steps_s": [sum(step.values()) for step in trainer.phases[warmup:]],
         "final_loss": trainer.losses[-1],
         "context_bytes": context_bytes() if device.type == "cuda" else None,
+        "held_before": held,
     }
     del trainer, source
     _empty(device)

@@ -67,6 +67,12 @@ class Run:
         return {"step": (self.predicted, self.measured), **phases}
 
     @property
+    def allocated(self) -> float | None:
+        """Bytes of the plan's own at the peak: without what the process had allocated before."""
+        peak = self.found["measured"]["memory_bytes"]["peak_allocated"]
+        return peak - self.found.get("held_before", 0) if peak else None
+
+    @property
     def reserved(self) -> float | None:
         """Bytes that the device gave: the allocator's and the context."""
         reserved, context = self.found["measured"]["memory_bytes"]["reserved"], self.found["context_bytes"]
@@ -173,7 +179,7 @@ def _ranking_rows(runs: list[Run]) -> list[Row]:
 def _memory_rows(runs: list[Run]) -> list[Row]:
     found = []
     pairs = {
-        "peak allocated": [(one.plan.prediction["memory"]["peak"]["value"], one.found["measured"]["memory_bytes"]["peak_allocated"]) for one in runs],
+        "peak allocated": [(one.plan.prediction["memory"]["peak"]["value"], one.allocated) for one in runs],
         "reserved and context": [(one.plan.prediction["memory"]["reserved"]["value"], one.reserved) for one in runs],
     }
     for name, values in pairs.items():

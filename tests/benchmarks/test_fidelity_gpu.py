@@ -142,6 +142,12 @@ def test_memory_names_what_lies_furthest_below():
     assert found["peak allocated: furthest below the measurement"].value == pytest.approx(100 * max(0.0, 1 - peak / 100.0))
 
 
+def test_what_a_process_held_before_is_not_the_plan_s():
+    run = known_run("a", predicted=1.0, measured=1.0)
+    assert run.allocated == 100.0
+    assert dataclasses.replace(run, found={**run.found, "held_before": 30}).allocated == 70.0
+
+
 def test_residuals_become_intervals_by_phase():
     runs = [known_run(str(i), predicted=1.0, measured=1.0 + 0.01 * i) for i in range(24)]
     samples = [Sample(op="linear", phase="forward", features={"m": 10.0, "k": 32.0, "n": 32.0}, dtype="bf16", seconds=1e-5)]
