@@ -24,7 +24,7 @@ GROUP_PLANS, COVERAGE = 5, 0.90
 # A phase below this share of its step is left out of coverage: it is measured to a few microseconds only.
 SMALL_PHASE = 0.005
 TRIMMED = 0.1
-SPEED_ROUNDS = 5
+SPEED_ROUNDS = 25
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,13 +51,14 @@ class Intervals:
         standard += [z for name, values in self._whole.items() if not any(len(grouped.get(cell(name, m), ())) >= OWN for m in ("host", "device"))
                      for z in _standardised(values)]  # fmt: skip
         self._quantiles = _quantiles(standard) if len(standard) >= FEWEST else None
+        self._places = {name: _place(values) for name, values in (*self._whole.items(), *self._cells.items())}
 
     def bounds(self, name: str, maker: str, value: float, step: float, *, widened: float = 1.0) -> tuple[float, float] | None:
         """(low, high) around the predicted `value` of a predicted `step`, `widened` times; None where too little is known."""
-        known = self._cells.get(cell(name, maker), self._whole.get(name))
+        known = self._places.get(cell(name, maker), self._places.get(name))
         if self._quantiles is None or known is None:
             return None
-        place, spread = _place(known)
+        place, spread = known
         low, high = (value + widened * norm(value, step) * (place + quantile * spread) for quantile in self._quantiles)
         return max(0.0, min(value, low)), max(value, high)
 

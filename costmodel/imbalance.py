@@ -186,7 +186,7 @@ def slowest(model: Model, lengths: dict[str, Lengths], *, policy: Batching, loca
             reliability: Reliability) -> Slowest:
     """As `slowest_rank`, from its parts."""
     names = tuple(s.name for s in model.sequences)
-    works = {name: work_curve(model, name, lengths[name]) for name in names}
+    works = {name: work_curve(model, name, lengths[name]) if ranks > 1 else np.zeros(0) for name in names}  # one rank is its own average
     factors = _rank_factors(works, lengths, policy, local_batch, ranks)
     padding = {name: padding_factor(lengths[name], policy, local_batch) for name in names}
     return Slowest(sequences=factors, padding=padding, slow_node=slow_node_factor(reliability, ranks, min(devices_per_host, ranks)))
