@@ -47,6 +47,7 @@ def test_grouped_heads(kind, kv_heads):
 
 @pytest.mark.parametrize(("kind", "causal", "lengths", "columns", "head_dim"), [
     ("silu", True, None, 1, 128), ("softmax", True, None, 4, 64), ("gelu", False, None, 1, 64), ("silu", True, [60, 0, 33, 1], 1, 128),
+    ("silu", True, None, 1, 256), ("softmax", False, None, 1, 32),
 ])  # fmt: skip
 def test_bias_tables(kind, causal, lengths, columns, head_dim):
     """Against float64, of one column and of one a head, for long and for few queries; the tables' gradients too repeat bit by bit."""
