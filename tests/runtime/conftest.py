@@ -27,7 +27,7 @@ def keep_handlers(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def torchrun(world: int, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
+def torchrun(world: int, *arguments: str, timeout: float = 480) -> subprocess.CompletedProcess:
     """Runs `python -m torch.distributed.run ARGUMENTS` on `world` ranks of one thread each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *arguments]
