@@ -68,6 +68,7 @@ def test_plans_run_one_after_the_other_and_a_broken_one_is_recorded(work):
     assert not list(work.glob("*/started"))
 
 
+@pytest.mark.slow  # waits for time limits: 100 s on two cores, more beside other load
 def test_a_plan_that_fails_or_hangs_on_one_rank_does_not_stop_the_next(tmp_path, monkeypatch):
     """Rank 0 waits in a collective that rank 1 never joins: after moments, not after the transport's timeout, the next plan runs."""
     plan = predicted(space.plans("cpu")["tables-fsdp"])
@@ -77,10 +78,10 @@ def test_a_plan_that_fails_or_hangs_on_one_rank_does_not_stop_the_next(tmp_path,
         plan.save(tmp_path / name / "plan.json")
     (tmp_path / "plans.json").write_text(json.dumps(names))
     monkeypatch.setattr(multi_gpu, "MODULE", "tests.benchmarks.faulty_ranks")
-    multi_gpu.run(tmp_path, "cpu", plan.cluster, seconds=400, parts=("plans",), extra=("--steps", "2", "--plan-seconds", "25"))
+    multi_gpu.run(tmp_path, "cpu", plan.cluster, seconds=500, parts=("plans",), extra=("--steps", "2", "--plan-seconds", "40"))
     found = {name: json.loads((tmp_path / name / "run.json").read_text()) for name in names}
     assert "rank 1: RuntimeError: out of memory, say" in found["one-raises"]["failed"]
-    assert "did not end within 25 s" in found["two-hangs"]["failed"]
+    assert "did not end within 40 s" in found["two-hangs"]["failed"]
     assert len(found["three"]["steps_s"]) == 2 and not list(tmp_path.glob("*/started")) + list(tmp_path.glob("three/failed-*"))
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -96,7 +97,8 @@ def test_a_demand_that_nothing_meets_says_by_how_much_and_what_would_help(farm, 
     best = size(farm, Demand(rate=1.0)).points[-1]
     assert main(["size", str(farm), "--qps", str(1.5 * best.net), "--time-limit", "2"]) == 4
     error = capsys.readouterr().err
-    assert "12 x made-up, misses the rate by 50.0%" in error
+    missed = re.search(r"12 x made-up, misses the rate by ([\d.]+)%", error)
+    assert missed and 49.9 <= float(missed[1]) <= 60.0, error  # 50.0 by the best plan, a little more by one found in the time given
     assert "each planned again" in error and "24 x made-up, more than the cluster describes" in error and "meets the demand" in error
 
 

@@ -219,6 +219,7 @@ def test_what_collectives_take_from_compute_beside_them_is_a_share(checks_on_2):
     """The same on every rank; two ranks on as many cores leave gloo's threads something to take."""
     first, second = (rank["check_contention"] for rank in checks_on_2)
     shares = {name: share for name, share in first.items() if name != "host"}
-    assert first == second and set(shares) == {f"{kind}/{beside}" for kind in ("all_gather", "all_to_all") for beside in ("product", "attention")}
+    kinds = {f"{kind}/{beside}" for kind in ("all_gather", "all_to_all") for beside in ("product", "attention")}
+    assert first == second and shares and set(shares) <= kinds  # what could not be seen is no figure
     assert all(0.0 <= share <= 0.95 for share in shares.values()) and any(share > 1e-6 for share in shares.values())
     assert set(first["host"]) == {"forward", "backward"} and all(0.0 < sum(parts) < 1.0 for parts in first["host"].values())
