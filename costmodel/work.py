@@ -10,9 +10,10 @@
     rows        ROW_SECONDS x rows of layer norms in backward, whose parameters' gradients are summed over rows
     launches    ops x KERNEL_SECONDS
 
-Rounds: backward gives whole (history, head) pairs to multiprocessors in turn, longest first, as soon as that leaves none idle for long
-(`kernels._attention_triton.backward_path`); the first multiprocessor gets the longest of every round, so a launch takes sum_k w(k P) instead of
-(sum of all) / P. What is known of a batch is how many histories it has, how long the longest is and tokens x longest / pairs; lengths are taken as
+Rounds: where backward gives whole (history, head) pairs to multiprocessors in turn, longest first, the first of them gets the longest of every round,
+so a launch takes sum_k w(k P) instead of (sum of all) / P. The Hopper kernels did so until 2026-12-01; they deal tiles now, and the fit of this
+reference to blocks, which only calibrations without attention timed alone use, has to take up the difference.
+What is known of a batch is how many histories it has, how long the longest is and tokens x longest / pairs; lengths are taken as
 longest x (1 - x)^a, x from 0 to 1, with that quotient.
 
 All blocks of one dtype with attention share a fit, whose a is what each block's own fit stays near: few samples of a kind say what is particular

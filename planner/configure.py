@@ -21,7 +21,7 @@ from costmodel.precision import emulated, unfit_block
 from costmodel.regions import regions
 from planner.errors import UsageError
 from planner.scenario import ResolvedScenario
-from planner.space import CHECKPOINTS, PRECISIONS, low_precision_pins, predict_only_reasons
+from planner.space import CHECKPOINTS, PRECISIONS, predict_only_reasons, training_pins
 
 # A table whose weights and state exceed this share of a rank's memory is spread over the group [Assumed: four such tables would fill a rank].
 _LARGE_TABLE = 0.25
@@ -58,7 +58,7 @@ def default_plan(scenario: ResolvedScenario) -> tuple[Plan, tuple[str, ...]]:
         tables_ahead=scenario.tables_ahead or 0,
         transport=scenario.pins.transport or ("gloo" if scenario.cluster.device.kind == "cpu" else "nccl"),
         **{k: getattr(scenario.pins, k) for k in ("batching", "execution") if getattr(scenario.pins, k) is not None},
-        **low_precision_pins(scenario),
+        **training_pins(scenario),
     )
     plan = dataclasses.replace(plan, predict_only=predict_only(plan), emulated=emulated(plan), fingerprints=plan.expected_fingerprints())
     return plan, tuple(notes)

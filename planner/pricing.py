@@ -61,7 +61,7 @@ from planner.placement import Group, Items, place
 from planner.points import MAX_POINTS
 from planner.replication import REPLICA_TASKS, LocalTable, below, steepest
 from planner.scenario import ResolvedScenario
-from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, low_precision_pins, predict_only_reasons, table_choices
+from planner.space import Candidates, Excluded, RegionChoice, Space, TableChoice, predict_only_reasons, table_choices, training_pins
 
 LEANEST_FIRST = ("full", "selective", "quantized4", "quantized", "none")
 _EXCHANGES = ("ids", "embeddings", "gradients")
@@ -121,7 +121,7 @@ class Pricing:
             seed=scenario.seed,
             layout=self.candidates.layout(i),
             **self.candidates.options(i),
-            **low_precision_pins(scenario),
+            **training_pins(scenario),
             regions=self.first_options,
             tables=self.pinned_tables,
         )

@@ -8,7 +8,7 @@ Legal layouts (docs/search.md has the reasons):
     ep                   divides a host's ranks, fsdp and the experts of every layer: samples travel inside the host; all-gather or all-to-all
     global batch         = local_batch x accumulation x world, exactly
 
-An option that the runtime cannot execute is predict-only and has its reason in `PREDICT_ONLY`; it enters only when the scenario
+An option that the runtime cannot execute is predict-only and has its reason in `planner.reasons`; it enters only when the scenario
 allows it (`search: {predict_only: true}`) or pins it. Whatever stays out is listed with why.
 Executions other than eager run, but enter by themselves only where a calibration has timed what they save (`costmodel.execution.unpriced`).
 """
@@ -33,6 +33,7 @@ from costmodel.precision import LOW_PRECISIONS, native, unfit_block
 from costmodel.regions import Region, regions
 from costmodel.wire import wires
 from planner.errors import UsageError
+from planner.reasons import ASSUMED, DRIFT, EMULATED, PREDICT_ONLY, UNASKED, UNASKED_WIRE, UNPRICED
 from planner.scenario import ResolvedScenario
 from planner.sensitivity import risks
 
@@ -55,24 +56,9 @@ EXECUTABLE = {
     "transport": ("nccl", "gloo"),
     "execution": EXECUTIONS,
 }
-PREDICT_ONLY = {
-    "ncclx": "NCCLX is not part of PyTorch's releases",
-    "copy_engine": "copy-engine collectives are not wired into the runtime",
-}
-ASSUMED = "{}: what it saves is assumed; pin execution, or set search.predict_only, to allow it"
-"""Why an execution that runs is not chosen by itself."""
-UNPRICED = {"host_cached": "the search's program does not price fetching rows; pin it to allow it"}
-"""Shardings that are executed and estimated, but chosen by a pin only."""
 MAX_REPLICATED = 2.0**26
 """Bytes of the largest dense gradient of a table that is offered on every rank: it is all-reduced whole in each step, an exchange moves only rows
 that are asked for."""
-DRIFT = "replicas of the tables drift apart between averages, which changes training; pin layout.sync_every to allow it"
-"""Why `sync_every` > 1 is never chosen by itself: it is always faster, and never the same mathematics."""
-UNASKED = "below 16 bits training changes; pin precision, or set search.risk_budget, to allow it"
-"""Why a format below 16 bits is never chosen by itself."""
-UNASKED_WIRE = "what is sent changes training, and no risk is known of it; pin wire or wire_gradients to allow it"
-"""Why a format on the wire is never chosen by itself, with a risk budget neither."""
-EMULATED = ": it converts to another format and back; pin it to allow it"
 RISK = {"fp32": 0.0, "bf16": 10.0, "fp8_block": 2000.0, "mxfp8": 2500.0, "fp8_row": 2500.0, "fp8_tensor": 3000.0}
 SAVED_RISK = {"quantized": 1000.0, "quantized4": 30_000.0}
 """Numeric risk of a block: 1e6 x noise power over signal power of its output; saved activations in 8 or 4 bits add that of its gradients. [Assumed
@@ -540,7 +526,7 @@ def _wires(scenario: ResolvedScenario) -> list[Excluded]:
     return found
 
 
-def low_precision_pins(scenario: ResolvedScenario) -> dict[str, object]:
+def training_pins(scenario: ResolvedScenario) -> dict[str, object]:
     """The fields of Plan that only a scenario decides, as they change training: formats on the wire, what layers below 16 bits do besides, and how
     replicas' Adagrad steps."""
     return {name: getattr(scenario.pins, name) for name in ("wire", "wire_gradients", "gather_dtype", "reduce_dtype", "recipe", "moment_scaled")

@@ -3,8 +3,9 @@
 A machine's cores need not be alike: on the 16 of a shared host, nothing else running in the machine, about half of them took 1.9 times as long for
 the same piece of Python as the others, others of them a few tenths of a second later, without any stolen time to be seen [Measured: host of an
 H200, 2026-12-01]. A step that the host makes takes as long as its main thread, so what that thread spends is known no better than this, and two
-ranks of a host are not slow at the same time. A launching thread that moved to the fastest core between steps did worse than one left alone (forward
-and backward of small steps 10 to 25 % longer, on the same host that day): it is left where the system puts it.
+ranks of a host are not slow at the same time. A launching thread that visited all cores before every step and stayed on the fastest did worse than
+one left alone (forward and backward of small steps 10 to 25 % longer, on the same host that day); moving it more seldom was not compared. It is left
+where the system puts it.
 """
 from __future__ import annotations
 

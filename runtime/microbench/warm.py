@@ -31,9 +31,8 @@ from runtime.microbench import cases, gpu
 from runtime.microbench.requests import across, attention_requests
 
 TIMEOUT = 100.0
-# Even histories, as many as give each multiprocessor two (history, head) pairs, then uneven ones whose events are no multiple of 16: backward of
-# attention takes another path for each (`kernels._attention_triton.backward_path`), and integers divisible by 16 get kernels of their own. Then a
-# few of the plan's longest.
+# Even histories, as many as give each multiprocessor two (history, head) pairs, then uneven ones whose events are no multiple of 16: integers
+# divisible by 16 get kernels of their own. Then a few of the plan's longest.
 EVEN, PAIRS, UNEVEN, FULL = 272, 280, (300, 50, 21, 7), 4
 _ROWS = 1000
 SIXTEEN = 16.0
