@@ -17,6 +17,7 @@ from costmodel.cluster import Cluster, Device, LinkTier
 from costmodel.codec import suggest
 from costmodel.compute import roofline_seconds
 from costmodel.estimate import estimate
+from costmodel.hosttime import PREFIX
 from costmodel.lower import lower
 from costmodel.model import Model, TableGroup
 from costmodel.ops import KINDS, op
@@ -82,9 +83,19 @@ def calibrations(folder: Path = CALIBRATIONS) -> list[Calibration]:
         if path.stem.startswith("nccl-"):  # curves of collectives, which every estimate reads
             continue
         calibration = load_calibration(path)
-        if calibration.environment.device_kind == "gpu":
+        if calibration.environment.device_kind != "cpu":
             found.append(calibration)
     return found
+
+
+def elsewhere(calibration: Calibration, *, replayed: bool) -> Calibration:
+    """What of a calibration says something of another system: everything but its loader and the residuals of its own runs, and, where a step is
+    `replayed` whole as one CUDA graph, but its host's launches."""
+    curves, constants = tuple(c for c in calibration.curves if c.op != "input"), calibration.constants
+    if replayed:
+        curves = tuple(dataclasses.replace(c, points=[[*row[:-2], 0.0, row[-1]] for row in c.points]) for c in curves)
+        constants = {name: value for name, value in constants.items() if not name.startswith(PREFIX)} | {"launch_seconds": 0.0}
+    return dataclasses.replace(calibration, curves=curves, constants=constants, run_residuals={})
 
 
 def nearest(device: Device, known: list[Calibration]) -> Calibration | None:
@@ -128,6 +139,8 @@ def _kernel(row: Published, device: Device, calibration: Calibration | None) -> 
 
 def _step(row: Published, device: Device, calibration: Calibration | None) -> Predicted:
     plan = plan_of(row, device)
+    if calibration is not None:
+        calibration = elsewhere(calibration, replayed=row.execution == "cuda_graph")
     found = estimate(plan, calibration)
     graph = lower(plan, calibration).graph
     step = found.step_time

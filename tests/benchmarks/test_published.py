@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published.__main__ import best_constant, main, score
-from benchmarks.published.predict import NotExpressible, device_of, nearest, plan_of, predict
+from benchmarks.published.predict import NotExpressible, calibrations, device_of, elsewhere, nearest, plan_of, predict
 from benchmarks.published.table import TableError, read
 from costmodel.calibration import fit
 from costmodel.samples import Environment, Sample
@@ -122,11 +122,34 @@ def test_utilisation_carries_over_from_the_nearest_calibration(tmp_path):
     h200 = device_of(rows[0])
     samples = [Sample(op="linear", phase="forward", features={"m": m, "k": 4096, "n": 4096}, dtype="bf16", host_seconds=1e-5,
                       seconds=2 * m * 4096**2 / (h200.peak_flops["bf16"] / 2)) for m in (1024, 2048, 4096, 8192, 16384)]
-    calibration = fit(Environment(device_name="H200-SXM", device_kind="gpu"), samples, device=h200)
+    calibration = fit(Environment(device_name="H200-SXM", device_kind="cuda"), samples, device=h200)
     assert nearest(device_of(rows[1]), [calibration]) is calibration and nearest(h200, []) is None
     same, slow = (predict(row, [calibration]) for row in rows)
     assert same.seconds == pytest.approx(2 * 4096**3 / (989.4e12 / 2), rel=0.05) and same.source in ("measured", "interpolated")
     assert slow.seconds == pytest.approx(2 * same.seconds, rel=0.05) and slow.source == "extrapolated"
+
+
+def test_committed_calibrations_of_gpus_are_found():
+    """They record their device as torch names it: `cuda`."""
+    found = calibrations()
+    assert found and all(c.environment.device_kind == "cuda" and c.device.kind == "gpu" for c in found)
+    row = read(BUNDLED / "gemm.csv")[0]
+    assert predict(row, found).source != "roofline" == predict(row, []).source
+
+
+def test_of_another_system_neither_loader_nor_launches_of_a_replayed_step_are_ours(tmp_path):
+    row = next(r for r in read(BUNDLED / "mlperf_dlrm_dcnv2.csv") if r.execution == "cuda_graph")
+    device = device_of(row)
+    samples = [Sample(op="linear", phase="forward", features={"m": m, "k": 512, "n": 512}, dtype="bf16", host_seconds=1.0, seconds=m * 1e-8)
+               for m in (1024, 2048, 4096, 8192, 16384)]
+    samples += [Sample(op="input", variant="jagged", phase="step", features={"samples": n, "events": n}, seconds=1e4) for n in (64, 128, 256, 512)]
+    samples.append(Sample(op="constant:host", variant="update", phase="step", features={}, seconds=1.0))
+    calibration = fit(Environment(device_name=device.name, device_kind="cuda"), samples, device=device)
+    assert calibration.constants["host/update"] == 1.0
+    eager, replayed = (predict(dataclasses.replace(row, execution=execution), [calibration]) for execution in ("eager", "cuda_graph"))
+    assert replayed.seconds < 0.1 and 1.0 < eager.seconds < 1000.0
+    kept = elsewhere(calibration, replayed=False)
+    assert not kept.run_residuals and "host/update" in kept.constants and not any(c.op == "input" for c in kept.curves)
 
 
 def test_bundled_tables_are_read_and_expressed():
