@@ -7,16 +7,17 @@
     python -m benchmarks.fidelity --device cuda --stage refit      the calibration of the same samples under later code; `report` then scores it too
 
 `--residuals` plans, of a seed of their own, give the intervals: they are neither fitted nor scored. Every prediction is written before the
-plan runs. Between two plans everything of the last one is dropped and the caching allocator emptied, so that peaks are a plan's own. Plans whose
-steps the host is predicted to make are run up to VISITS times with others between: the same steps of one process, alone on a leased host, took 22 to
-45 ms of its thread's own processor time within ten seconds (an H200's host, 2026-12-01). `calibrate` and `run` need `runtime` and `costmodel` only.
+plan runs. Between two plans everything of the last one is dropped, libraries' workspaces with it, and the caching allocator emptied, so that peaks
+are a plan's own. Every plan runs up to VISITS times with others between, as far as time allows (`next_visits`), and the median of its visits counts:
+the same steps of one process, alone on a leased host, took 22 to 45 ms of its thread's own processor time within ten seconds, and one plan in fifty,
+which its device makes, took 41 ms where its neighbours took 34 and 28 (an H200's host, 2026-12-01). `calibrate` and `run` need `runtime` and
+`costmodel` only.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import math
 import os
@@ -49,8 +50,8 @@ RUN_SECONDS, MIN_STEPS, MAX_STEPS = 0.6, 8, 100
 # Plans that give the intervals, and what is added to the seed for them.
 RESIDUALS, RESIDUAL_SEED = 24, 1_000_003
 ALLOCATOR, SAMPLES, MEASURED = "PYTORCH_CUDA_ALLOC_CONF", "samples.jsonl", "measured.json"
-# Visits of a plan whose steps the host makes.
-VISITS = 3
+# Visits of a plan at most; between two of them a step is the same within so much, else a third decides.
+VISITS, ALIKE = 3, 0.05
 RUN = "run.json"
 RESIDUAL_FILE, REFITTED = "calibration-residuals.json", "calibration-refitted.json"
 SCENARIO, CLUSTER = "scenarios/gem-1xh200.yaml", Path(__file__).with_name("fidelity_gpu_cluster.json")
@@ -111,8 +112,8 @@ def drawn(cluster: Cluster, *, seed: int, count: int, residuals: int = RESIDUALS
 
 
 def run(paths: list[Path], device, *, until: float) -> None:
-    """Executes plans that have no result until the clock says `until`, then again those whose steps the host makes, for its speed varies within
-    seconds. A plan that does not end is recorded too, so that it is not tried again."""
+    """Executes plans that have no result until the clock says `until`, then plans again (`next_visits`). A plan that does not end is recorded too, so
+    that it is not tried again."""
     for number, path in enumerate(paths, start=1):
         if (path.parent / RUN).exists():
             continue
@@ -120,13 +121,28 @@ def run(paths: list[Path], device, *, until: float) -> None:
             _say(f"out of time before {path.parent.name}, {number - 1} of {len(paths)}")
             return
         _visit(path, device, f"{number}/{len(paths)}")
-    for visit in range(1, VISITS):
-        for path in paths:
+    while wanted := next_visits(paths):
+        for path in wanted:
             if time.perf_counter() > until:
+                _say(f"out of time for more visits: {len(wanted)} plans or fewer are left")
                 return
             found = json.loads((path.parent / RUN).read_text())
-            if "failed" not in found and found.get("visits", 1) <= visit and Plan.load(path).prediction["maker"] == "host":
-                _visit(path, device, f"visit {visit + 1}", found)
+            _visit(path, device, f"visit {len(found['visits_s']) + 1}", found)
+
+
+def next_visits(paths: list[Path]) -> list[Path]:
+    """Plans to run once more, in the order of their need: those whose steps the host is predicted to make until they have VISITS visits; those that
+    were visited once; those whose two visits differ by more than ALIKE. What was predicted of a step's length has no part in it."""
+    turns: tuple[list[Path], ...] = ([], [], [])
+    for path in paths:
+        found = json.loads((path.parent / RUN).read_text()) if (path.parent / RUN).exists() else {"failed": "not run"}
+        if "failed" in found or len(visits := found["visits_s"]) >= VISITS:
+            continue
+        if len(visits) == 1:
+            turns[0 if Plan.load(path).prediction["maker"] == "host" else 1].append(path)
+        elif Plan.load(path).prediction["maker"] == "host" or max(visits) > (1.0 + ALIKE) * min(visits):
+            turns[2].append(path)
+    return next(([*turn] for turn in turns if turn), [])
 
 
 def _visit(path: Path, device, what: str, before: dict[str, Any] | None = None) -> None:
@@ -137,9 +153,11 @@ def _visit(path: Path, device, what: str, before: dict[str, Any] | None = None) 
         target.write_text(json.dumps({"failed": "did not end"}) + "\n")
     try:
         found = execute(plan, device, expected=expected)
-    except RuntimeError as error:  # out of memory, say: recorded, so that it can be counted and is not tried again
-        found = {"failed": str(error).splitlines()[0]}
-        _empty(device)
+    except Exception as error:  # out of memory, say: recorded, so that it can be counted and is not tried again
+        found = {"failed": (str(error).splitlines() or [type(error).__name__])[0]}
+        if before is None:
+            target.write_text(json.dumps(found) + "\n")
+        _empty(device)  # raises where the device does not answer this process any more: another one goes on with --resume
     if before is not None:
         found = before if "failed" in found else merged(before, found)
     target.write_text(json.dumps(found) + "\n")
@@ -150,9 +168,8 @@ def _visit(path: Path, device, what: str, before: dict[str, Any] | None = None) 
 
 
 def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """What two visits found together: the steps of both, phases averaged by visits, the most memory."""
-    visits, steps = before.get("visits", 1), [*before["steps_s"], *found["steps_s"]]
-    mean = lambda key: {name: (visits * before[key][name] + value) / (visits + 1) for name, value in found[key].items()}
+    """What two visits found together: the steps of both, phases averaged by visits, the most memory; what each visit found of steps and phases."""
+    count, steps = len(before["visits_s"]), [*before["steps_s"], *found["steps_s"]]
     one, other = before["measured"], found["measured"]
     quantile = lambda share: float(np.quantile(steps, share))
     memory = {name: max(value, other["memory_bytes"][name]) if value is not None and other["memory_bytes"][name] is not None else value
@@ -160,15 +177,18 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     times = {"median": statistics.median(steps), "mean": statistics.fmean(steps), "p10": quantile(0.1), "p90": quantile(0.9)}
     rate = other["examples_per_second"] * other["step_time_s"]["median"] / times["median"]
     measured = {**other, "examples_per_second": rate, "step_time_s": {**other["step_time_s"], **times}, "memory_bytes": memory,
-                "phases_s": {name: (visits * one["phases_s"][name] + value) / (visits + 1) for name, value in other["phases_s"].items()}}
-    return {**found, "measured": measured, "host_s": mean("host_s"), "device_s": mean("device_s"), "steps_s": steps, "visits": visits + 1}
+                "phases_s": {name: (count * one["phases_s"][name] + value) / (count + 1) for name, value in other["phases_s"].items()}}
+    phases = {key: {name: [*before[key][name], *values] for name, values in found[key].items()} for key in ("visits_device_s", "visits_host_s")}
+    return {**found, **phases, "measured": measured, "steps_s": steps, "visits_s": [*before["visits_s"], *found["visits_s"]],
+            "held_before": max(before["held_before"], found["held_before"])}
 
 
 def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
     """Trains a few steps of `plan`, whose step is expected to take `expected` seconds; what the trainer measured, encoded, and besides
 
-    held_before: bytes that the process had allocated before; host_s, device_s: seconds by phase (`typical`); steps_s: every measured step;
-    context_bytes: what the device had taken beyond the allocator (None on a CPU); wall_s: of the whole call.
+    held_before: bytes that the process had allocated before, which are no plan's; steps_s: every measured step; visits_s: the `typical` one of the
+    visit; visits_device_s, visits_host_s: the same by phase; context_bytes: what the device had taken beyond the allocator (None on a CPU);
+    wall_s: of the whole call.
     """
     import torch
 
@@ -180,19 +200,20 @@ def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
     _empty(device)
     held = 0
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
     source = open_source(plan.model, plan.workload, seed=plan.seed)
     trainer = Trainer(plan, source, device=device)
     trainer.train(WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / expected))))
     measured, warmup = trainer.measured()
     assert measured is not None
+    steps = [sum(step.values()) for step in trainer.phases[warmup:]]
     found = {
         "measured": encode(measured),
         "warmup_steps": warmup,
-        "host_s": _typical(trainer.timer.host[warmup:]),
-        "device_s": _typical(trainer.phases[warmup:]),
-        "steps_s": [sum(step.values()) for step in trainer.phases[warmup:]],
+        "visits_host_s": _typical(trainer.timer.host[warmup:]),
+        "visits_device_s": _typical(trainer.phases[warmup:]),
+        "visits_s": [typical(steps)],
+        "steps_s": steps,
         "final_loss": trainer.losses[-1],
         "context_bytes": context_bytes() if device.type == "cuda" else None,
         "held_before": held,
@@ -202,17 +223,14 @@ def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
     return {**found, "wall_s": time.perf_counter() - begin}
 
 
-def _typical(steps: list[dict[str, float]]) -> dict[str, float]:
-    return {name: typical([step[name] for step in steps]) for name in PHASES}
+def _typical(steps: list[dict[str, float]]) -> dict[str, list[float]]:
+    return {name: [typical([step[name] for step in steps])] for name in PHASES}
 
 
 def _empty(device) -> None:
-    import torch
+    from runtime.microbench.trained import empty
 
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    empty(device)
 
 
 def load_runs(paths: list[Path]) -> tuple[list[Run], list[Run], list[str]]:
@@ -257,11 +275,13 @@ def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path
     found = rows(scored, known, load=work / RESIDUAL_FILE)
     if (work / REFITTED).exists():
         found += again_rows(again(scored, load_calibration(work / REFITTED)))
-    often = sum(one.found.get("visits", 1) > 1 for one in residual + scored)
+    counts = [len(one.found["visits_s"]) for one in residual + scored]
+    often = ", ".join(f"{counts.count(n)} ran {n} time{'s' * (n > 1)}" for n in sorted(set(counts)))
     intro = (f"{len(scored)} plans drawn from: {space.describe()}. Every plan was predicted before it ran; none was used to calibrate. "
-             f"Intervals come from {len(residual)} runs that are neither fitted nor scored. {often} of all these plans, whose steps the host was "
-             f"predicted to make, ran up to {VISITS} times, for its speed varies, and all their steps count. Measured is the mean step without "
-             f"the fastest and slowest tenth. Error = predicted / measured - 1. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
+             f"Intervals come from {len(residual)} runs that are neither fitted nor scored. Of all these plans {often}, with others between: a third "
+             f"time those whose steps the host was predicted to make and those whose first two differed by more than {ALIKE:.0%}, as far as time "
+             f"allowed. Measured is the median over visits of the mean step without the fastest and slowest tenth. "
+             f"Error = predicted / measured - 1. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
     measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
     return results.write("fidelity-h200", found, command=command,
                          title="Fidelity of predictions (H200)", intro=intro, out=out, measured=measured)  # fmt: skip

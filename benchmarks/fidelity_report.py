@@ -38,8 +38,8 @@ class Run:
 
     @property
     def measured(self) -> float:
-        """Seconds a step (`typical`)."""
-        return typical(self.found["steps_s"])
+        """Seconds a step: the median over visits of the `typical` one."""
+        return statistics.median(self.found["visits_s"])
 
     @property
     def predicted(self) -> float:
@@ -57,13 +57,15 @@ class Run:
 
     @property
     def noise(self) -> float:
-        """Standard error of the measured step [s]."""
-        steps = np.array(self.found["steps_s"])
-        return 1.48 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(len(steps))
+        """Standard error of the measured step [s]: that of its steps, or where visits tell more apart, theirs."""
+        steps, visits = np.array(self.found["steps_s"]), self.found["visits_s"]
+        within = 1.48 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(len(steps))
+        return max(within, statistics.stdev(visits) / math.sqrt(len(visits)) if len(visits) > 1 else 0.0)
 
     def pairs(self) -> dict[str, tuple[float, float]]:
         """`step` and every phase: (predicted, measured) seconds."""
-        phases = {name: (self.plan.prediction["phases"][name]["value"], self.found["device_s"][name]) for name in PHASES}
+        phases = {name: (self.plan.prediction["phases"][name]["value"], statistics.median(self.found["visits_device_s"][name]))
+                  for name in PHASES}
         return {"step": (self.predicted, self.measured), **phases}
 
     @property
@@ -250,5 +252,17 @@ def _plan_row(one: Run) -> Row:
     what = (f"{layer.kind} x{layer.count} D{plan.model.dim} head dim {layer.head_dim} mlp {layer.mlp_dim}, "
             f"histories {lengths.kind} <= {lengths.maximum}, "
             f"batch {plan.local_batch} x {plan.accumulation}, {option.precision}, checkpoint {option.checkpoint}, {plan.execution}")  # fmt: skip
+    phases = ", ".join(f"{name} {1e3 * measured:.2f} ({1e3 * predicted:.2f})" for name, (predicted, measured) in one.pairs().items()
+                       if name != "step" and measured > SMALL_PHASE * one.measured)  # fmt: skip
     return Row(name=f"plan {one.name}", value=one.measured * 1e3, unit="ms a step", better="lower",
-               note=f"predicted {one.predicted * 1e3:.2f} ms ({one.error:+.1%}); {what}")  # fmt: skip
+               note=f"predicted {one.predicted * 1e3:.2f} ms ({one.error:+.1%}) by the {one.maker}; {what}; phases (predicted): {phases}; "
+                    f"visits {' '.join(f'{1e3 * visit:.2f}' for visit in one.found['visits_s'])} ms{_memory_note(one)}")  # fmt: skip
+
+
+def _memory_note(one: Run) -> str:
+    """Measured and predicted peak and reserved bytes, and what the process had held before."""
+    if not one.allocated or not one.reserved:
+        return ""
+    memory = one.plan.prediction["memory"]
+    return (f"; allocated {one.allocated / 1e9:.2f} GB ({memory['peak']['value'] / 1e9:.2f}), reserved and context {one.reserved / 1e9:.2f} GB "
+            f"({memory['reserved']['value'] / 1e9:.2f}), held before {one.found.get('held_before', 0) / 1e9:.2f} GB")

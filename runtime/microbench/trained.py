@@ -101,10 +101,11 @@ def short_run(plan: Plan, device: torch.device, steps: int) -> Trainer:
 
 
 def empty(device: torch.device) -> None:
-    """Leaves the allocator nothing of what nobody holds."""
+    """Leaves the allocator nothing of what nobody holds, nor workspaces that cuBLAS keeps: each run takes its own, as a process of its own would."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

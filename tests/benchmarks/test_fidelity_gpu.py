@@ -81,19 +81,54 @@ def test_a_typical_step_is_no_jump_between_two_speeds():
     assert fidelity_report.typical([*fast[:9], 50.0]) == pytest.approx(1.0) and fidelity_report.typical([1.0, 2.0]) == pytest.approx(1.5)
 
 
-def test_visits_of_a_plan_are_merged_by_their_steps():
-    def visit(step: float, *, reserved: float) -> dict:
-        return {"measured": {"step_time_s": {"median": step, "mean": step, "p10": step, "p90": step}, "phases_s": {"forward": step},
-                             "memory_bytes": {"reserved": reserved, "peak_allocated": None}, "examples_per_second": 10.0 / step},
-                "steps_s": [step] * 3, "host_s": {"forward": step / 2}, "device_s": {"forward": step}, "final_loss": 1.0}  # fmt: skip
+def visit(step: float, *, reserved: float = 1.0) -> dict:
+    return {"measured": {"step_time_s": {"median": step, "mean": step, "p10": step, "p90": step}, "phases_s": {"forward": step},
+                         "memory_bytes": {"reserved": reserved, "peak_allocated": None}, "examples_per_second": 10.0 / step},
+            "steps_s": [step] * 3, "visits_s": [step], "visits_host_s": {"forward": [step / 2]}, "visits_device_s": {"forward": [step]},
+            "final_loss": 1.0, "held_before": 0}  # fmt: skip
 
+
+def test_visits_of_a_plan_are_merged():
     found = fidelity_gpu.merged(visit(1.0, reserved=5.0), visit(2.0, reserved=4.0))
     found = fidelity_gpu.merged(found, visit(3.0, reserved=6.0))
-    assert found["visits"] == 3 and found["steps_s"] == [1.0] * 3 + [2.0] * 3 + [3.0] * 3
+    assert found["visits_s"] == found["visits_device_s"]["forward"] == [1.0, 2.0, 3.0] and found["visits_host_s"]["forward"] == [0.5, 1.0, 1.5]
+    assert found["steps_s"] == [1.0] * 3 + [2.0] * 3 + [3.0] * 3
     measured = found["measured"]
-    assert measured["step_time_s"]["median"] == measured["phases_s"]["forward"] == found["device_s"]["forward"] == pytest.approx(2.0)
+    assert measured["step_time_s"]["median"] == measured["phases_s"]["forward"] == pytest.approx(2.0)
     assert measured["memory_bytes"] == {"reserved": 6.0, "peak_allocated": None} and measured["examples_per_second"] == pytest.approx(5.0)
-    assert found["host_s"]["forward"] == pytest.approx(1.0)
+
+
+def test_a_disturbed_visit_does_not_count_once_two_others_agree():
+    run = known_run("a", predicted=1.0, measured=1.0)
+    found = {**run.found, "steps_s": [1.0, 1.5, 1.01], "visits_s": [1.0, 1.5, 1.01]}
+    assert dataclasses.replace(run, found=found).measured == 1.01
+    assert dataclasses.replace(run, found={**found, "visits_s": [1.0, 1.5]}).noise > run.noise
+
+
+def test_who_is_visited_again(tmp_path):
+    """First every plan twice, those that the host makes before the others, then those whose visits differ; never a plan that failed."""
+    def put(name: str, found: dict, maker: str) -> Path:
+        path = tmp_path / name / "plan.json"
+        path.parent.mkdir()
+        plan = small_plan()
+        dataclasses.replace(plan, prediction={**encode(estimate(plan, None)), "maker": maker}).save(path)
+        (path.parent / fidelity_gpu.RUN).write_text(json.dumps(found))
+        return path
+
+    steady, host, unsteady, _ = paths = [
+        put("steady", visit(1.0), "device"), put("host", visit(1.0), "host"), put("unsteady", visit(1.0), "device"),
+        put("failed", {"failed": "out of memory"}, "host")]
+    assert fidelity_gpu.next_visits(paths) == [host]
+    again = lambda path, step: (path.parent / fidelity_gpu.RUN).write_text(
+        json.dumps(fidelity_gpu.merged(json.loads((path.parent / fidelity_gpu.RUN).read_text()), visit(step))))
+    again(host, 1.0)
+    assert fidelity_gpu.next_visits(paths) == [steady, unsteady]
+    again(steady, 1.01)
+    again(unsteady, 1.5)
+    assert fidelity_gpu.next_visits(paths) == [host, unsteady]
+    again(host, 1.0)
+    again(unsteady, 1.0)
+    assert fidelity_gpu.next_visits(paths) == []
 
 
 def test_the_kept_cluster_is_the_scenario_s():
@@ -123,7 +158,7 @@ def known_run(name: str, *, predicted: float, measured: float, jitter: float = 0
     prediction["step_time"]["value"] = predicted
     steps = [measured - jitter, measured, measured + jitter]
     found = {"measured": {"step_time_s": {"median": measured}, "memory_bytes": {"peak_allocated": 100.0, "reserved": 110.0}}, "steps_s": steps,
-             "device_s": dict.fromkeys(PHASES, measured / len(PHASES)), "context_bytes": 10.0}
+             "visits_s": [measured], "visits_device_s": {name: [measured / len(PHASES)] for name in PHASES}, "context_bytes": 10.0}
     return Run(name=name, group=group, plan=dataclasses.replace(plan, prediction=prediction), found=found)
 
 
