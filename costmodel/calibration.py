@@ -88,6 +88,10 @@ class Curve:
         return (self.op, self.variant, self.phase, self.dtype, self.active_ranks)
 
 
+# Blocks whose correction is kept, of a kind.
+MOST_KEPT = 4096
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Composition:
     """A block kind against a reference: log(seconds / reference) over the block's features. The reference is the sum of its ops, or with `shares`
@@ -102,8 +106,18 @@ class Composition:
 
     def ratio(self, features: Mapping[str, float]) -> tuple[float, float, float]:
         """(seconds over the reference, |log error| at 90 %, log distance outside what was measured) of a block with these features."""
-        y, outside = self.surface.at(np.array([features.get(name) or 0.0 for name in self.features]))
-        return math.exp(y), self.width + 0.05 * outside, outside
+        values = tuple([features.get(name) or 0.0 for name in self.features])
+        found = self._memo.get(values)
+        if found is None:
+            if len(self._memo) >= MOST_KEPT:
+                self._memo.clear()
+            y, outside = self.surface.at(values)
+            found = self._memo[values] = math.exp(y), self.width + 0.05 * outside, outside
+        return found
+
+    @functools.cached_property
+    def _memo(self) -> dict[tuple[float, ...], tuple[float, float, float]]:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +172,10 @@ class Calibration:
 
     @functools.cached_property
     def _memo(self) -> dict[Any, OpTime]:
+        return {}
+
+    @functools.cached_property
+    def _nearest(self) -> dict[tuple[str, str, int], Composition | None]:
         return {}
 
     @functools.cached_property
@@ -221,7 +239,7 @@ class Calibration:
             source: Source = "measured"
             seconds, host, width = exact[0], exact[1], max(MINIMUM_WIDTH["measured"], 1.7 * curve.noise)
         else:
-            log_ratio, outside = ready.surface.at(np.array(coordinates(op.kind, values)))
+            log_ratio, outside = ready.surface.at(coordinates(op.kind, values))
             source = "extrapolated" if relative or transferred or outside > 0.1 else "interpolated"
             seconds = math.exp(log_ratio) * curve.reference(one, device)
             if not curve.variant.endswith("_bias"):
@@ -263,10 +281,12 @@ class Calibration:
 
     def composition(self, kind: str, phase: str, active_ranks: int) -> Composition | None:
         """The correction of a block kind measured with the nearest number of active ranks."""
-        keys = [k for k in self.compositions if k.startswith(f"{kind}/{phase}/")]
-        if not keys:
-            return None
-        return self.compositions[min(keys, key=lambda k: (abs(int(k.rsplit("/", 1)[1]) - active_ranks), k))]
+        wanted = kind, phase, active_ranks
+        if wanted not in self._nearest:
+            keys = [k for k in self.compositions if k.startswith(f"{kind}/{phase}/")]
+            nearest = min(keys, key=lambda k: (abs(int(k.rsplit("/", 1)[1]) - active_ranks), k), default=None)
+            self._nearest[wanted] = None if nearest is None else self.compositions[nearest]
+        return self._nearest[wanted]
 
     def save(self, path: Path | str) -> None:
         """Writes through a temporary file; byte-identical for equal calibrations."""

@@ -43,12 +43,15 @@ HOST_INPUT_BANDWIDTH = 0.5e9
 HOST_INPUT_SECONDS = 1e-3
 
 
+_WIDER = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}
+
+
 def peak_flops(device: Device, dtype: str) -> float:
     """Dense peak for `dtype` [FLOP/s]. A format the device lacks runs at the next wider one that it has."""
     if dtype == "fp8_block":
         return peak_flops(device, "fp8") * (BLOCK_SCALED_SHARE if "fp8" in device.peak_flops else 1.0)
     family = "fp8" if dtype.startswith(("fp8", "mxfp8")) else dtype
-    for name in {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}.get(family, ()):
+    for name in _WIDER.get(family, ()):
         if name in device.peak_flops:
             return device.peak_flops[name]
     # fp32 matrix products run on tensor cores as tf32 only where asked for; the runtime keeps the default, true fp32
@@ -57,8 +60,8 @@ def peak_flops(device: Device, dtype: str) -> float:
 
 def limits(op: Op, phase: str, device: Device) -> tuple[float, float]:
     """(seconds at peak FLOP/s, seconds at full bandwidth) of all repetitions."""
-    dtype = op.dtype if KINDS[op.kind].matrix else "fp32"
-    return op.flops(phase) / peak_flops(device, dtype), op.bytes(phase) / device.memory_bandwidth
+    flops, num_bytes = op.flops_and_bytes(phase)
+    return flops / peak_flops(device, op.dtype if KINDS[op.kind].matrix else "fp32"), num_bytes / device.memory_bandwidth
 
 
 def ideal_seconds(op: Op, phase: str, device: Device) -> float:

@@ -117,6 +117,14 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
 
 
+def steady_of(plan: Plan, calibration: Calibration | None) -> Steady | None:
+    """Device, host and loader of a step of a plan on one GPU, in which the host has a lead; None where it has none."""
+    lowered = lower(plan, calibration)
+    if plan.cluster.device.kind != "gpu" or not has_lead(lowered.graph):
+        return None
+    return _steady(plan, calibration, lowered, simulate(without_launches(lowered.graph)).step_seconds)
+
+
 def _compute_seconds(lowered: Lowered) -> float:
     return sum(task.seconds for task in lowered.graph.tasks if task.stream == COMPUTE)
 

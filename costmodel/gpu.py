@@ -108,7 +108,7 @@ def has_lead(graph: StepGraph) -> bool:
 
 def without_launches(graph: StepGraph) -> StepGraph:
     """The same tasks, all of them enqueued before the step begins."""
-    return StepGraph(tasks=tuple(dataclasses.replace(task, host_seconds=0.0) for task in graph.tasks))
+    return StepGraph(tasks=tuple([task.enqueued() for task in graph.tasks]))
 
 
 def pieces(graph: StepGraph, *, early: float = 0.0, accumulated: tuple[float, float] = (0.0, 0.0), micro: float = 0.0,

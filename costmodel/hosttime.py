@@ -18,6 +18,8 @@ What the interpreter spends on a block hardly depends on how much the block comp
                                             the unit whole, `fsdp_gather@1`, `fsdp_reduce@1`
     exchange:forward, exchange:backward     a micro-batch of a sparse group; each table group (`:group`), each shard of the group (`:shard`)
 
+All of them are times `in_step/host`, where that was measured: steps that the host makes, of whole batches, over what these parts make of them.
+
 Layers whose time was not seen here have that of the launches of their ops (`costmodel.pricer`).
 """
 from __future__ import annotations
@@ -28,7 +30,7 @@ from costmodel.blocks.base import BatchShape, Block
 from costmodel.gpu import block_key
 from costmodel.ops import BACKWARD, FORWARD, Op
 
-PREFIX = "host/"
+PREFIX, WHOLE = "host/", "in_step/host"
 # Regions that share one figure, for they are a few launches each.
 PLAIN = frozenset({"sequence_input", "summary", "mlp", "heads"})
 PASSES = (FORWARD, BACKWARD)
@@ -58,7 +60,8 @@ class HostTimes:
     """The figures above, out of a calibration's constants."""
 
     def __init__(self, constants: Mapping[str, float]) -> None:
-        self._figures = {name.removeprefix(PREFIX): value for name, value in constants.items() if name.startswith(PREFIX)}
+        whole = constants.get(WHOLE, 1.0)
+        self._figures = {name.removeprefix(PREFIX): whole * value for name, value in constants.items() if name.startswith(PREFIX)}
 
     def __bool__(self) -> bool:
         return bool(self._figures)

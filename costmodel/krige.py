@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,24 +38,29 @@ class Surface:
     weights: Any
 
     @functools.cached_property
-    def _ready(self) -> tuple[np.ndarray, ...]:
-        """Points over their lengths, weights, slope of the trend, box, centre, spread, spread over lengths."""
+    def _ready(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[float, float, float, float]], np.ndarray]:
+        """Points over their lengths, weights, slope of the trend, (low, high, centre, spread) by feature, spread over lengths."""
         raw = np.log1p(np.asarray(self.points, dtype=np.float64))
         centre, spread = raw.mean(axis=0), spread_of(raw)
         x, stretch = (raw - centre) / spread, _SQRT3 / np.asarray(self.lengths, dtype=np.float64)
         weights = np.asarray(self.weights, dtype=np.float64)
-        return x * stretch, weights, self.trend * (weights @ x), raw.min(axis=0), raw.max(axis=0), centre, spread, stretch
+        box = list(zip(raw.min(axis=0).tolist(), raw.max(axis=0).tolist(), centre.tolist(), spread.tolist()))
+        return x * stretch, weights, self.trend * (weights @ x), box, stretch
 
-    def at(self, features: np.ndarray) -> tuple[float, float]:
+    def at(self, features: Sequence[float]) -> tuple[float, float]:
         """(y, log distance outside the box of the points) at raw features `(d,)`; `kernel` with what does not change taken out of it."""
-        points, weights, slope, low, high, centre, spread, stretch = self._ready
-        raw = np.log1p(features)
-        inside = np.minimum(np.maximum(raw, low), high)
-        here = (inside - centre) / spread
-        away = points - here * stretch
+        points, weights, slope, box, stretch = self._ready
+        here, outside = [], 0.0
+        for feature, (low, high, centre, spread) in zip(features, box):  # a handful: arrays of them would take longer than the points
+            raw = inside = math.log1p(feature)
+            if not low <= raw <= high:
+                inside = low if raw < low else high
+                outside = max(outside, abs(raw - inside))
+            here.append((inside - centre) / spread)
+        place = np.array(here)
+        away = points - place * stretch
         distance = np.sqrt(np.einsum("ij,ij->i", away, away))
-        y = self.mean + float(((1.0 + distance) * np.exp(-distance)) @ weights + here @ slope)
-        return y, float(np.abs(raw - inside).max(initial=0.0))
+        return self.mean + float(((1.0 + distance) * np.exp(-distance)) @ weights + place @ slope), outside
 
 
 def spread_of(raw: np.ndarray) -> np.ndarray:

@@ -109,12 +109,12 @@ def option_memory(region: Region, batch: BatchShape, *, precision: str, checkpoi
         return BlockMemory(region=region.name, saved=0.0, whole=0.0, workspace=0.0, unsharded=0.0, sharded=4.0 * block.sharded_elements(fsdp))
     low = dtype_bytes(activation_dtype(precision))
     saved = block.saved_bytes(batch, precision, checkpoint)
-    whole = saved + block.restored_bytes(batch, precision, checkpoint)
-    workspace = block.workspace_bytes(batch, precision)
+    restored, workspace = block.restored_bytes(batch, precision, checkpoint), block.workspace_bytes(batch, precision)
+    whole = saved + restored
     unsharded = low * block.num_parameters if fsdp > 1 or precision != "fp32" else 0.0
     ratio = calibration.constants.get(f"workspace/{block_key(block.kind, precision, checkpoint)}") if calibration is not None else None
     if ratio is not None:  # of all that backward has beside what is saved, parameters and their gradients
-        workspace = ratio * backward_bytes(block, batch, precision, checkpoint) - max(0.0, whole - saved)
+        workspace = ratio * (restored + workspace) - max(0.0, whole - saved)
     return BlockMemory(region=region.name, saved=saved, whole=whole, workspace=workspace, unsharded=unsharded,
                        sharded=4.0 * block.sharded_elements(fsdp))
 

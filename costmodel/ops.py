@@ -84,6 +84,11 @@ class Op:
         """Least bytes to and from memory of all `count` repetitions."""
         return self.count * KINDS[self.kind].bytes(dict(self.features), self.variant, dtype_bytes(self.dtype), phase)
 
+    def flops_and_bytes(self, phase: str) -> tuple[float, float]:
+        """Both of the above."""
+        spec, values, each = KINDS[self.kind], dict(self.features), dtype_bytes(self.dtype)
+        return self.count * spec.flops(values, self.variant, each, phase), self.count * spec.bytes(values, self.variant, each, phase)
+
     def spilled(self, phase: str) -> float:
         """Bytes of what is written down between products where nothing is fused, of all `count` repetitions; 0 for most kinds."""
         formula = KINDS[self.kind].spilled
@@ -110,17 +115,22 @@ def op(kind: str, *, variant: str = "", dtype: str = "fp32", count: int = 1, **f
     spec = KINDS.get(kind)
     if spec is None:
         raise ValueError(f"unknown op kind {kind!r}; known: {', '.join(KINDS)}")
-    try:
-        values = tuple([(name, value if isinstance(value := features[name], np.ndarray) else float(value)) for name in spec.features])
-    except KeyError:
-        values = ()
-    if len(values) != len(features):
+    if len(features) != len(spec.features) or not all([name in features for name in spec.features]):
         raise ValueError(f"op {kind}: features {sorted(spec.features)} are needed, got {sorted(features)}")
     if spec.variants and variant not in spec.variants:
         raise ValueError(f"op {kind}: variant {variant!r} is none of {', '.join(spec.variants)}")
-    for name, value in values:
-        if not (0 <= value < _INFINITY if isinstance(value, float) else ((value >= 0) & (value < _INFINITY)).all()):
+    values = []
+    for name in spec.features:
+        value = features[name]
+        if isinstance(value, np.ndarray):
+            legal = ((value >= 0) & (value < _INFINITY)).all()
+        else:
+            value = float(value)
+            legal = 0 <= value < _INFINITY
+        if not legal:
             raise ValueError(f"op {kind}: {name} must be finite and >= 0, got {value}")
+        values.append((name, value))
+    values = tuple(values)
     dtype_bytes(dtype)
     return Op(kind=kind, variant=variant, features=values, dtype=dtype, count=count)
 

@@ -17,6 +17,7 @@ from costmodel.blocks import BatchShape, Block
 from costmodel.blocks.base import MATRIX_OPS, QUANTIZED
 from costmodel.blocks.measured import block_features
 from costmodel.calibration import MINIMUM_WIDTH, Calibration, Composition, OpTime
+from costmodel.cluster import Cluster
 from costmodel.execution import compiled_share
 from costmodel.gpu import block_key, timed_ops
 from costmodel.hosttime import HostTimes
@@ -312,11 +313,26 @@ MAX_BATCHES = 256  # batches whose block costs are kept
 _pricers: dict[tuple[int, int, str, int, int, tuple[str, ...]], tuple[Plan, Calibration | None, Pricer]] = {}
 
 
+_clusters: list[Cluster] = []
+
+
+def _cluster(own: Cluster) -> int:
+    """A number of a cluster, the same for equal ones, as plans read from files have; it holds as long as pricers are kept."""
+    for number, known in enumerate(_clusters):
+        if known is own or known == own:
+            return number
+    if len(_clusters) >= _MAX_PRICERS:
+        _clusters.clear()
+        _pricers.clear()
+    _clusters.append(own)
+    return len(_clusters) - 1
+
+
 def pricer(plan: Plan, calibration: Calibration | None) -> Pricer:
-    """The Pricer of the plan's very cluster, calibration, execution and ranks on a host, made once: candidates of a search share block costs. What is
+    """The Pricer of the plan's cluster, calibration, execution and ranks on a host, made once: candidates of a search share block costs. What is
     captured is a model's own."""
     model = id(plan.model) if plan.execution == "cuda_graph" else 0
-    key = (id(plan.cluster), id(calibration), plan.execution, model, min(plan.layout.world_size, plan.cluster.devices_per_host), plan.recipe)
+    key = (_cluster(plan.cluster), id(calibration), plan.execution, model, min(plan.layout.world_size, plan.cluster.devices_per_host), plan.recipe)
     if key not in _pricers:
         if len(_pricers) >= _MAX_PRICERS:
             _pricers.clear()

@@ -46,6 +46,19 @@ class Task:
         if self.phase not in PHASES:
             raise ValueError(f"task {self.name}: phase {self.phase!r} is none of {', '.join(PHASES)}")
 
+    def enqueued(self) -> Task:
+        """The same task with no launch; not by `dataclasses.replace`, which takes three times as long, for every task of every prediction."""
+        if self.host_seconds == 0.0:
+            return self
+        made = object.__new__(Task)
+        for name in _FIELDS:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "host_seconds", 0.0)
+        return made
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Task))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:

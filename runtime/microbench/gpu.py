@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -51,6 +50,8 @@ POLICIES = ("none", "selective", "full")
 SMALLER = 3
 # By how much batches are smaller whose attention is timed in fp32.
 WIDE_SMALLER = 9
+# How many attention ops of 16 bits are timed for one of fp32.
+WIDE_TURN = 3
 COPIES = 2
 # Plans that are timed whole; of the others the layers alone.
 WHOLE_PLANS = 9
@@ -347,8 +348,8 @@ def op_requests(plans: list[Plan], *, points: float, kinds: frozenset[str] | Non
 
 
 def attention_ops(plans: list[Plan]) -> list[Request]:
-    """Attention of the plans' layers on histories of their own: in a batch of their size, in a smaller one, and in fp32, whose kernels are slow, in
-    one smaller yet; the first of every plan first."""
+    """Attention of the plans' layers on histories of their own: in a batch of their size, then in a smaller one; and, one to WIDE_TURN of those, in
+    fp32, whose kernels are slow, in one smaller yet."""
     rng = np.random.default_rng(13)
     turns: tuple[list[Request], ...] = ([], [], [])
     for plan in plans:
@@ -361,8 +362,10 @@ def attention_ops(plans: list[Plan]) -> list[Request]:
                 found = [dataclasses.replace(r, op=dataclasses.replace(r.op, dtype="fp32")) for r in found if not across(r)]
             turn += [r for r in found if cases.executable(r)]
     own, smaller, wide = turns
-    first = [r for pair in itertools.zip_longest(own, wide) for r in pair if r is not None]
-    return list({r.op: r for r in (*first, *smaller)}.values())
+    narrow = [r for r in (*own, *smaller) if r.op.dtype != "fp32"]
+    wide = [r for r in (*own, *smaller) if r.op.dtype == "fp32"] + wide
+    mixed = [r for i in range(0, max(len(narrow), 1), WIDE_TURN) for r in (*narrow[i:i + WIDE_TURN], *wide[i // WIDE_TURN:i // WIDE_TURN + 1])]
+    return list({r.op: r for r in (*mixed, *wide)}.values())
 
 
 def op_samples(plans: list[Plan], device: torch.device, *, points: float, seconds: float, until: float,

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,8 +14,10 @@ from runtime.microbench import compiled, gpu, hosted, trained, warm
 from runtime.microbench.environment import environment
 
 # Of the budget: what may be waited for compilers, what products and the like have at least, then attention, then blocks until short runs of the
-# trainer for the host begin, and what is left behind those for runs of whole batches.
-COMPILE_SHARE, PLAIN_SHARE, ATTENTION_SHARE, HOST_SHARE, WHOLE_SHARE = 0.3, 0.18, 0.17, 0.2, 0.13
+# trainer for the host begin, and what is left behind those for runs of whole batches. Compilers of a bare machine take a hundred seconds of 16 cores.
+COMPILE_SHARE, PLAIN_SHARE, ATTENTION_SHARE, HOST_SHARE, WHOLE_SHARE = 0.42, 0.16, 0.12, 0.15, 0.17
+# Of the budget, within the last of these: runs of whole batches so small that the host makes their steps.
+HOST_RUNS_SHARE = 0.06
 # How many of those, under which policies four at a time, and how long before the end none begins [s].
 WHOLE_RUNS, POLICIES, LAST = 12, ("full", "none"), 2.0
 # What compiled blocks get of a budget of so many seconds or more: the compiler needs 4 to 14 s a kind (H200's host, 2026-12-01).
@@ -35,10 +37,12 @@ def alone(plan: Plan) -> Plan:
                                tables=tuple(TablePlacement(table=name, sharding="table_wise", ranks=(0,)) for name in names))
 
 
-def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report: gpu.Report = lambda _: None,
+def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: Sequence[Plan] = (), compiled_blocks: bool = True,
+              report: gpu.Report = lambda _: None,
               keep: Callable[[Environment, list[Sample]], None] = lambda *_: None) -> tuple[Environment, list[Sample]]:
     """Samples of all that the plans' steps are made of, within about `budget` seconds; the host's constants are under the calibration that the other
-    samples make. `keep` is called with what there is every KEPT_EVERY seconds.
+    samples make. `keep` is called with what there is every KEPT_EVERY seconds. later: plans whose kernels are compiled too, and nothing else of
+    theirs is seen; compiled_blocks: whether blocks under the compiler are timed, where the budget has room.
 
     While kernels are compiled the ops that need none are timed; then blocks and tables, which nothing else stands for; then short runs of the trainer
     for the host and the allocator; then more ops while there is time.
@@ -48,7 +52,7 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
     plans = [alone(plan) for plan in plans]
     own = _Kept(environment(device), keep)
     if on_gpu:
-        ahead = warm.Ahead(plans)
+        ahead = warm.Ahead([*plans, *hosted.designs(plans)], [alone(plan) for plan in later])
         own.add(gpu.attempted(gpu.constant_samples(device), "constants", report))
         # the plans' own shapes: products of other widths say little about theirs
         wanted = gpu.op_requests(plans, points=PLAIN_POINTS, kinds=PLAIN_KINDS)
@@ -56,7 +60,7 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
             own.add(gpu.attempted(gpu.timed_op(wanted[0], device, PLAIN_SECONDS, host=False), str(wanted.pop(0).op), report))
         said = ahead.wait(begin + COMPILE_SHARE * budget - time.perf_counter())
         report(f"kernels compiled ahead: {time.perf_counter() - begin:.0f} s, {len(own.samples)} samples meanwhile; {said}")
-    compiling = COMPILED_SHARE * budget if on_gpu and budget >= COMPILED_ABOVE else 0.0
+    compiling = COMPILED_SHARE * budget if on_gpu and compiled_blocks and budget >= COMPILED_ABOVE else 0.0
     whole = end - WHOLE_SHARE * budget - compiling
     if on_gpu:
         attention = begin + (COMPILE_SHARE + ATTENTION_SHARE) * budget
@@ -75,6 +79,8 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, report:
         known = fit(dataclasses.replace(own.environment, device_name=datasheet.name), own.samples, device=datasheet)
         # of those whose blocks were timed, so that a run shows what steps add; under the policy that keeps little the allocator's slack weighs most
         timed = [trained.under(plan, POLICIES[i // 4 % 2]) for i, plan in enumerate(p for p in plans if gpu.layer_precision(p) == "bf16")]
+        own.add(gpu.attempted(trained.host_samples(known, timed, device, until=time.perf_counter() + HOST_RUNS_SHARE * budget, report=report),
+                              "host in whole steps", report))
         own.add(gpu.attempted(trained.whole_samples(known, timed[:WHOLE_RUNS], device, until=end - compiling - LAST, report=report), "whole", report))
     if compiling:
         own.add(gpu.attempted(compiled.compiled_samples(plans, device, until=end - LAST, report=report), "compiled", report))

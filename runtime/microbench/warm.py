@@ -1,9 +1,12 @@
-"""Kernels compiled before anything is timed: processes that each run some of the plans' blocks once, and leave what Triton made of them in its cache.
+"""Kernels compiled before anything is timed: processes that run what a calibration times, once and on small batches, and leave what Triton made of it
+in its cache.
 
-    python -m runtime.microbench.warm PLAN ...
+    python -m runtime.microbench.warm PLAN ... [-- PLAN ...]
 
-One process after another would compile for most of a short calibration. Plans whose layers need the same large kernels (kind, head dim, dtype) go to
-one process, so that nothing is compiled twice; the processes are forks of one that has imported everything and touched no GPU yet.
+One process after another would compile for most of a short calibration. Work is cut into jobs that share no large kernel, one attention op each, and
+processes, one less than there are cores, take the next job when they have done one; they are forks of one that has imported everything and touched no
+GPU yet. What is timed first comes first: attention of the plans, then tables, then blocks, for what is left; then the same of the plans behind `--`,
+which are run later.
 """
 from __future__ import annotations
 
@@ -16,41 +19,56 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from costmodel import ops
-from costmodel.blocks.attention import BIASED
 from costmodel.blocks.measured import block_features
 from costmodel.plan import Plan
 from costmodel.regions import regions
 from runtime.data import open_source
 from runtime.microbench import cases, gpu
-from runtime.microbench.requests import across, attention_requests
+from runtime.microbench.requests import Request, attention_requests
 
 TIMEOUT = 100.0
-# Even histories, as many as give each multiprocessor two (history, head) pairs, then uneven ones whose events are no multiple of 16: integers
-# divisible by 16 get kernels of their own. Then a few of the plan's longest.
-EVEN, PAIRS, UNEVEN, FULL = 272, 280, (300, 50, 21, 7), 4
+# Histories beside the longest, which are no multiple of 16 together: integers divisible by 16 get kernels of their own.
+UNEVEN = (300, 50, 21, 7)
+# (history, head) pairs that a small batch of attention has at least: two for each multiprocessor.
+PAIRS = 280
+# Above so many histories attention has other kernels.
+MANY = 4096
+SIXTEEN = 16
+# Histories that some kernels have tiles of their own for.
+SHORT = 256
 _ROWS = 1000
-SIXTEEN = 16.0
-# Plans of longer histories are compiled by processes of their own.
-LONG = 512
+# Bytes of a job's number in the queue; a job that takes so long is named [s].
+_NUMBER, LONG_JOB = 2, 20.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one process compiles at a time: `attention` (of `request`), `tables` or `blocks` of a plan."""
+
+    what: str
+    plan: Plan
+    request: Request | None = None
 
 
 class Ahead:
     """The processes at work on `plans`."""
 
-    def __init__(self, plans: list[Plan]) -> None:
+    def __init__(self, plans: list[Plan], later: Sequence[Plan] = ()) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        paths = [Path(self._folder.name) / f"{i}.json" for i in range(len(plans))]
-        for path, plan in zip(paths, plans):
+        paths = [Path(self._folder.name) / f"{i}.json" for i in range(len(plans) + len(later))]
+        for path, plan in zip(paths, (*plans, *later)):
             plan.save(path)
         self._log = Path(self._folder.name) / "log"
+        arguments = [*map(str, paths[:len(plans)]), "--", *map(str, paths[len(plans):])]
         with self._log.open("w") as log:
-            self._child = subprocess.Popen([sys.executable, "-m", "runtime.microbench.warm", *map(str, paths)], stdout=log, stderr=subprocess.STDOUT,
+            self._child = subprocess.Popen([sys.executable, "-m", "runtime.microbench.warm", *arguments], stdout=log, stderr=subprocess.STDOUT,
                                            start_new_session=True)
 
     @property
@@ -64,57 +82,109 @@ class Ahead:
         except subprocess.TimeoutExpired:
             os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
-        said = self._log.read_text(errors="replace")[-1500:]
+        said = self._log.read_text(errors="replace")[-4000:]
         self._folder.cleanup()
         return said
 
 
-def grouped(plans: list[Plan]) -> list[list[Plan]]:
-    """Plans by what their layers' large kernels depend on."""
-    found: dict[tuple, list[Plan]] = {}
+def jobs(plans: Sequence[Plan], later: Sequence[Plan] = ()) -> list[Job]:
+    """What is to be compiled for a calibration by `plans`, in order, then for runs of `later`; no two jobs of attention need the same kernels."""
+    known, seen = set(), set()
+    found = _attention(((r, plans[0]) for r in gpu.attention_ops(list(plans))), known) + _others(plans, seen)
+    rng, runs = np.random.default_rng(5), []
+    for plan in later:
+        lengths = {s.name: plan.workload.lengths[s.name].sample(rng, max(4, plan.local_batch)) for s in plan.model.sequences}
+        for request in attention_requests(plan, lengths):
+            # one of many steps has a number of events that 16 divides, or not, where histories differ in length
+            fixed = len(set(request.lengths)) == 1
+            other = dataclasses.replace(request, lengths=_parity(request.lengths, even=not _even(request)))
+            runs += [(one, plan) for one in ((request,) if fixed else (request, other)) if cases.executable(one)]
+    return found + _attention(runs, known) + _others(later, seen)
+
+
+def _attention(wanted: Iterable[tuple[Request, Plan]], known: set) -> list[Job]:
+    """A job for each kind of kernels that is not in `known`, where it is kept; 16 bits first, and last what differs in the longest history alone,
+    which may need nothing new: nobody compiles it at the same time then."""
+    found: list[tuple[tuple[bool, bool], Job]] = []
+    for request, plan in wanted:
+        key = kernels(request)
+        if key not in known:
+            alike = dataclasses.replace(request, op=dataclasses.replace(request.op, features=tuple(
+                (dict(request.op.features) | {"longest": SHORT + 1.0 if dict(request.op.features)["longest"] > SHORT else 1.0}).items())))
+            rough = "alike", kernels(alike)
+            found.append(((request.op.dtype == "fp32", rough in known), Job(what="attention", plan=plan, request=request)))
+            known |= {key, rough}
+    return [job for _, job in sorted(found, key=lambda one: one[0])]
+
+
+def _others(plans: Sequence[Plan], seen: set) -> list[Job]:
+    """Tables and blocks, each kind once."""
+    found = []
     for plan in plans:
-        layers = [layer for s in plan.model.sequences for layer in s.layers]
-        long = max((lengths.maximum for lengths in plan.workload.lengths.values()), default=0) > LONG
-        found.setdefault((gpu.layer_precision(plan), long, *sorted({(layer.kind, layer.head_dim) for layer in layers})), []).append(plan)
-    return list(found.values())
+        for what, key in (("tables", tuple(sorted({(t.dim, t.pooling, t.sequence is None, t.optimizer, t.dtype) for t in plan.model.tables}))),
+                          ("blocks", (gpu.layer_precision(plan), plan.model.dim, plan.model.feature_dim, *sorted({
+                              (g.kind, g.head_dim, bool(g.mlp_dim)) for s in plan.model.sequences for g in s.layers}),
+                              *sorted({(g.kind, g.mlp_dim) for g in plan.model.interaction_layers})))):
+            if (what, key) not in seen:
+                seen.add((what, key))
+                found.append(Job(what=what, plan=plan))
+    return sorted(found, key=lambda job: job.what == "blocks")  # which are many, and small but for their attention
 
 
-def run_blocks(plan: Plan, device: torch.device, *, layers_only: bool = False) -> int:
-    """Forward and backward of every block of the plan, or of its layers, on small batches; returns how many blocks ran."""
+def kernels(request: Request) -> Hashable:
+    """What the kernels of an attention op depend on."""
+    features = dict(request.op.features)
+    longest = 1 << (int(features["longest"]) - 1).bit_length()
+    options = tuple((name, value) for name, value in request.options if name != "divisor")
+    return request.op.variant, request.op.dtype, features["head_dim"], options, longest, features["heads"] % SIXTEEN == 0, _even(request), len(
+        request.lengths) > MANY
+
+
+def _even(request: Request) -> bool:
+    return sum(request.lengths) % SIXTEEN == 0
+
+
+def _parity(lengths: tuple[int, ...], *, even: bool) -> tuple[int, ...]:
+    """The histories, one of them changed by a few events so that 16 divides their sum, or not; never the longest one, which comes first."""
+    first, *rest = sorted(lengths, reverse=True)
+    rest = rest or [SIXTEEN]
+    off = (first + sum(rest[:-1])) % SIXTEEN
+    fitting = (n for n in range(max(1, min(rest[-1], first) - SIXTEEN), first + 1) if ((off + n) % SIXTEEN == 0) == even)
+    return (first, *rest[:-1], next(fitting, rest[-1]))
+
+
+def shrunk(request: Request) -> Request:
+    """The op on fewer histories, the longest among them, that needs the same kernels."""
+    features = dict(request.op.features)
+    count = max(len(UNEVEN), -(-PAIRS // int(features["heads"])), MANY + 1 if len(request.lengths) > MANY else 0)
+    if count >= len(request.lengths):
+        return request
+    longest, *rest = sorted(request.lengths, reverse=True)
+    kept = _parity((longest, *rest[::-1][:count - 1]), even=_even(request))
+    return dataclasses.replace(request, lengths=kept, op=dataclasses.replace(request.op, features=tuple(
+        (features | {"tokens": float(sum(kept)), "longest": float(max(kept))}).items())))
+
+
+def run_attention(request: Request, device: torch.device) -> None:
+    """Forward and backward of an attention op on a small batch."""
+    run = cases.cases(shrunk(request), ops.BACKWARD, device, 1)[0]
+    run.run(run.prepare())
+
+
+def run_blocks(plan: Plan, device: torch.device) -> int:
+    """Forward and backward of every block of the plan on two small batches; returns how many ran."""
     count, precision = 0, gpu.layer_precision(plan)
-    heads = max((layer.heads for s in plan.model.sequences for layer in s.layers), default=1)
     longest = {s.name: plan.workload.lengths[s.name].maximum for s in plan.model.sequences}
-    full = max(longest.values(), default=EVEN)  # tiles differ with the longest history
-    for lengths in ([EVEN] * -(-PAIRS // heads), UNEVEN, [full] * FULL, (full, *UNEVEN[1:])):
+    full = max(longest.values(), default=UNEVEN[0])  # tiles differ with the longest history
+    for lengths in ((full, *UNEVEN[1:]), _parity((full, *UNEVEN[1:], *(SIXTEEN,) * (SIXTEEN - len(UNEVEN))), even=True)):
         batch = gpu.Lengths(samples=len(lengths), lengths={name: np.minimum(lengths, most) for name, most in longest.items()})
         for region in regions(plan.model):
-            if block_features(region.block, batch.shape) is None or (layers_only and not region.layer):
+            if block_features(region.block, batch.shape) is None:
                 continue
             block = gpu.build_block(plan, region, device, precision=precision, policy="none")
             run = gpu.block_run(plan, region, block, batch, device, precision, ops.BACKWARD)
             run.run(run.prepare())
             count += 1
-        for request in attention_requests(plan, batch.lengths):
-            # of layers over features or with a bias, which are timed op by op
-            if (across(request) or request.op.variant.endswith(BIASED)) and cases.executable(request):
-                run = cases.cases(request, ops.BACKWARD, device, 1)[0]
-                run.run(run.prepare())
-                count += 1
-    return count
-
-
-def run_wide(plan: Plan, device: torch.device) -> int:
-    """Attention of the plan's layers in fp32, on 16 heads, a multiple of which has kernels of its own, and on others; returns how often it ran."""
-    count, long = 0, max((lengths.maximum for lengths in plan.workload.lengths.values()), default=EVEN)
-    for lengths in (UNEVEN, [long] * FULL):
-        batch = {s.name: np.minimum(lengths, plan.workload.lengths[s.name].maximum) for s in plan.model.sequences}
-        for request in attention_requests(plan, batch):
-            values = dict(request.op.features)
-            for heads in () if across(request) else (SIXTEEN, SIXTEEN - 1.0):
-                one = dataclasses.replace(request.op, dtype="fp32", features=tuple((values | {"heads": heads}).items()))
-                run = cases.cases(dataclasses.replace(request, op=one), ops.BACKWARD, device, 1)[0]
-                run.run(run.prepare())
-                count += 1
     return count
 
 
@@ -126,27 +196,36 @@ def run_tables(plan: Plan, device: torch.device) -> int:
     return sum(len(list(gpu.sparse_samples(small, source, samples, device, seconds=0.0))) for samples in (4, 7))
 
 
-def _work(what: str, paths: list[str]) -> None:
-    """Runs `blocks`, `tables` or `wide` (fp32 attention) of the plans and says which it could not."""
+def run_job(job: Job, device: torch.device) -> None:
+    """Does a job."""
+    if job.request is not None:
+        run_attention(job.request, device)
+    elif job.what == "tables":
+        run_tables(job.plan, device)
+    else:
+        run_blocks(job.plan, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _work(wanted: list[Job], queue: int) -> None:
+    """Takes numbers of jobs from a pipe, which several processes read, until it is empty; says which it could not do, and which took long."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    start = time.perf_counter()
-    for number, path in enumerate(paths):
-        plan = Plan.load(path)
+    while number := os.read(queue, _NUMBER):
+        job, start = wanted[int.from_bytes(number, "little")], time.perf_counter()
+        name = f"{job.what} {job.request.op.variant} {job.request.op.dtype}" if job.request is not None else f"{job.what} of {job.plan.model.name}"
         try:
-            if what == "blocks":
-                run_blocks(plan, device, layers_only=number > 0 and not plan.model.interaction_layers)  # the rest of a plan compiles within a second
-            elif what == "wide":
-                run_wide(plan, device)
-            else:
-                run_tables(plan, device)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            run_job(job, device)
         except Exception:
-            print(f"{what} of {plan.model.name}: {traceback.format_exc(limit=-2)}", flush=True)
-    print(f"{what} of {len(paths)} plans: {time.perf_counter() - start:.0f} s", flush=True)
+            print(f"{name}: {traceback.format_exc(limit=-2)}", flush=True)
+        took = time.perf_counter() - start
+        if took > LONG_JOB:
+            print(f"{name}: {took:.0f} s", flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def _fork(what: str, paths: list[str]) -> int:
+def _fork(wanted: list[Job], queue: int, arguments: list[str]) -> int:
     """A process that does `_work`: this one's fork, or where CUDA does not start in a fork, a fresh one."""
     child = os.fork()
     if child:
@@ -156,9 +235,9 @@ def _fork(what: str, paths: list[str]) -> int:
             torch.cuda.init()
     except Exception as error:
         print(f"a fork has no CUDA: {error}", flush=True)
-        os.execv(sys.executable, [sys.executable, "-m", "runtime.microbench.warm", "--here", what, *paths])
+        os.execv(sys.executable, [sys.executable, "-m", "runtime.microbench.warm", "--here", str(queue), *arguments])
     try:
-        _work(what, paths)
+        _work(wanted, queue)
     finally:
         sys.stdout.flush()
         os._exit(0)
@@ -174,18 +253,24 @@ def _import_kernels() -> None:
 
 
 def main(arguments: list[str]) -> None:
+    queue = None
     if arguments[0] == "--here":
-        return _work(arguments[1], arguments[2:])
+        queue, arguments = int(arguments[1]), arguments[2:]
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    wanted = jobs([Plan.load(path) for path in arguments[:cut]], [Plan.load(path) for path in arguments[cut + 1:]])
+    if queue is not None:
+        return _work(wanted, queue)
+    start = time.perf_counter()
     torch.set_num_threads(1)  # a fork has no other threads than the one that forked
     _import_kernels()
-    plans = {path: Plan.load(path) for path in arguments}
-    dims = {tuple(sorted({(t.dim, t.pooling) for t in plan.model.tables})): path for path, plan in reversed(plans.items())}
-    paths = {id(plan): path for path, plan in plans.items()}
-    jobs = [("tables", list(dims.values()))] + [("blocks", [paths[id(plan)] for plan in group]) for group in grouped(list(plans.values()))]
-    kinds = {tuple(sorted({(g.kind, g.head_dim) for s in plan.model.sequences for g in s.layers})): path for path, plan in plans.items()}
-    jobs += [("wide", [path]) for path in kinds.values()]
-    for child in [_fork(*job) for job in jobs]:
+    queue, filled = os.pipe()
+    os.set_inheritable(queue, True)
+    os.write(filled, b"".join(number.to_bytes(_NUMBER, "little") for number in range(len(wanted))))  # far fewer than a pipe holds
+    os.close(filled)
+    children = [_fork(wanted, queue, arguments) for _ in range(min(len(wanted), max(1, (os.cpu_count() or 2) - 1)))]
+    for child in children:
         os.waitpid(child, 0)
+    print(f"{len(wanted)} jobs in {len(children)} processes: {time.perf_counter() - start:.0f} s", flush=True)
     return None
 
 
