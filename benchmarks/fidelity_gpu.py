@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,15 @@ SCENARIO, CLUSTER = "scenarios/gem-1xh200.yaml", Path(__file__).with_name("fidel
 # --- stages ---
 
 
-def calibrate(work: Path, cluster: Cluster, device, *, seconds: float) -> Calibration:
-    """Times the calibration subjects and fits; keeps samples, as they come, and calibration in `work`."""
+def calibrate(work: Path, cluster: Cluster, device, *, seconds: float, later: Sequence[Plan] = ()) -> Calibration:
+    """Times the calibration subjects and fits; keeps samples, as they come, and calibration in `work`. The kernels of `later`, the plans that will
+    run, are compiled as well, so that no step of theirs waits for a compiler; nothing of them is timed."""
     from runtime.microbench import session
 
     def keep(environment: Environment, samples: list[Sample]) -> None:
         write_samples(work / SAMPLES, environment, samples)
 
-    keep(*session.calibrate(space.calibration_plans(cluster), device, budget=seconds, report=_say, keep=keep))
+    keep(*session.calibrate(space.calibration_plans(cluster), device, budget=seconds, later=later, compiled_blocks=False, report=_say, keep=keep))
     return refit(work, cluster)
 
 
@@ -298,7 +299,8 @@ def main(options: argparse.Namespace, work: Path) -> int:
         if options.resume and (work / SAMPLES).exists():  # of a calibration that did not end
             refit(work, own)
         else:
-            calibrate(work, own, device, seconds=options.calibration_seconds)
+            later = [plan for _, plan in drawn(own, seed=options.seed, count=options.count, residuals=options.residuals)]
+            calibrate(work, own, device, seconds=options.calibration_seconds, later=later)
     if stage in ("all", "predict"):
         predict(work, own, load_calibration(calibration_path), seed=options.seed, count=options.count, residuals=options.residuals)
     paths = in_turns(work.glob("*/plan.json"))
