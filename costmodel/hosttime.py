@@ -9,7 +9,7 @@ What the interpreter spends on a block hardly depends on how much the block comp
     forward:graph, backward:graph           what is captured of a micro-batch (`costmodel.execution`) and all that is beside its other regions
     forward:loss, backward:loss             a micro-batch beside its regions
     forward:product, backward:product       a matrix product whose number of rows differs from step to step, as where histories differ in length:
-                                            the library chooses its kernel anew
+                                            the library chooses its kernel anew, once for each shape of a micro-batch
     accumulate                              a parameter tensor whose gradient is added to the last micro-batch's
     lookup, update                          one table group: every micro-batch, every step
     optimizer, tensor                       a step, and each parameter tensor; of tensors sharded over ranks `optimizer@sharded`, `tensor@sharded`
@@ -36,16 +36,17 @@ PLAIN = frozenset({"sequence_input", "summary", "mlp", "heads"})
 PASSES = (FORWARD, BACKWARD)
 
 
-def products(block: Block, batch: BatchShape, precision: str, phase: str, policy: str = "none") -> int:
-    """Matrix products of a block in one direction whose number of rows is another in every step."""
+def products(block: Block, batch: BatchShape, precision: str, phase: str) -> float:
+    """A block's share of the matrix products of a direction whose shape is new: of those whose number of rows is another in every micro-batch, as
+    where histories differ in length, one of each shape. The blocks of a group share them, and what runs again meets the shapes of forward."""
     sequence = getattr(block, "sequence", None)
     if sequence is None or sequence not in batch.sequences or not batch.sequences[sequence].varied:
-        return 0
+        return 0.0
     counts = block.__dict__.setdefault("_linear", {})  # the same for every batch
     if precision not in counts:
-        counts[precision] = sum(one.count for one in block.forward(batch, precision) if one.kind == "linear")
-    each = counts[precision]
-    return each if phase == FORWARD else (3 if policy == "full" else 2) * each
+        shapes = {(one.feature("k"), one.feature("n")) for one in block.forward(batch, precision) if one.kind == "linear"}
+        counts[precision] = len(shapes) / max(1, getattr(getattr(block, "group", None), "count", 1))
+    return counts[precision] * (1 if phase == FORWARD else 2)
 
 
 def layer_name(block: Block, dtype: str, policy: str = "none") -> str:
@@ -76,7 +77,7 @@ class HostTimes:
             found = self.get(f"{phase}:{layer_name(block, precision, policy)}")
             if found is not None:
                 each = self.get(f"{phase}:product")
-                return found + each * products(block, batch, precision, phase, policy) if each else found
+                return found + each * products(block, batch, precision, phase) if each else found
         return None
 
     def policy(self, block: Block, batch: BatchShape, dtype: str, policy: str) -> tuple[float, float] | None:

@@ -5,8 +5,9 @@ waits for the device. Marks on the tensors between blocks cut each step's main-t
 of the next, backward from the gradient of one block's output to that of the one before. So everything counts that the interpreter does in a step, no
 launch is timed out of its place. A shared host's cores run at full speed or, when their other half is busy, at half of it, for some tenths of a
 second at a time [Measured: 16 cores of an H200's host, 2026-12-01]: a fixed piece of Python before and after every step says which, and takes it out
-of the step; what it is on average goes into all figures alike. Such runs differ in precision, in whether histories differ in length, in
-micro-batches, in parameter tensors, and in whether what computes on samples alone is a CUDA graph.
+of the step; what it is on average goes into all figures alike. Such runs differ in precision, in micro-batches, in parameter tensors, and in
+whether what computes on samples alone is a CUDA graph. Their histories are all of one length: what a library does anew where they are not
+is timed by itself, for blocks of one step share it (`new_products`; of a run's blocks all but the first show nothing of it).
 """
 from __future__ import annotations
 
@@ -20,8 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from costmodel.hosttime import PASSES, layer_name, products
-from costmodel.lower import batch_shape
+from costmodel.hosttime import PASSES, layer_name
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD
 from costmodel.plan import Plan, RegionOption, RegionPlan
@@ -42,6 +42,8 @@ OVERTIME = 12.0
 PIECES = 300
 # Of the runs' rests that is taken: in some the report waits for the device.
 REST_QUANTILE = 0.25
+# Width and least rows of a layer on ever other numbers of rows, and of how many.
+PRODUCT_WIDTH, PRODUCT_ROWS, PRODUCT_PAIRS = 1024, 8192, 24
 # A feed-forward part over the model's width, where layers have one.
 FACTOR = 2
 # (what, moment): `start:<phase>`, `end:<phase>`, or `<pass>:<number of a block in forward order>`.
@@ -50,11 +52,9 @@ Mark = tuple[str, float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A block of a run: its name (`costmodel.hosttime.layer_name`), products with ever other rows by direction, parameter tensors, whether it is
-    captured."""
+    """A block of a run: its name (`costmodel.hosttime.layer_name`), parameter tensors, whether it is captured."""
 
     name: str
-    products: Mapping[str, int]
     tensors: int
     captured: bool
 
@@ -137,7 +137,7 @@ def host_samples(plans: Sequence[Plan], device: torch.device, *, until: float, r
             runs.append(spent(plan, device, fastest))
         except Exception as error:  # one design costs no other
             report(f"host: {plan.model.name}: {(str(error).splitlines() or [''])[0][:200]}")
-    for name, value in solved(runs, report).items():
+    for name, value in {**solved(runs, report), **(new_products(device, report) if runs else {})}.items():
         yield constant("host", value, name)
 
 
@@ -197,13 +197,12 @@ def steps_by_block(marks: Sequence[Mark], count: int) -> tuple[dict[tuple[str, i
 
 def blocks(plan: Plan) -> tuple[Part, ...]:
     """The plan's blocks in forward order."""
-    options, batch = {r.region: r.options for r in plan.regions}, batch_shape(plan)
+    options = {r.region: r.options for r in plan.regions}
     captured = over_samples(plan.model) if plan.execution == "cuda_graph" else frozenset()
     found = []
     for region in regions(plan.model):
         for option in options[region.name]:
-            new = {phase: products(region.block, batch, option.precision, phase, option.checkpoint) for phase in PASSES}
-            part = Part(name=layer_name(region.block, option.precision, option.checkpoint), products=new, tensors=region.block.num_tensors,
+            part = Part(name=layer_name(region.block, option.precision, option.checkpoint), tensors=region.block.num_tensors,
                         captured=region.name in captured)
             found += [part] * option.count
     return tuple(found)
@@ -214,8 +213,7 @@ def solved(runs: Sequence[Spent], report: Report = lambda _: None) -> dict[str, 
     if not runs:
         return {}
     figures: dict[str, list[float]] = defaultdict(list)
-    even = [run for run in runs if not any(any(p.products.values()) for p in run.parts)]
-    for run in even:
+    for run in runs:
         graph = any(p.captured for p in run.parts)
         for phase in PASSES:
             for part, seconds in zip(run.parts, run.blocks[phase, 0]):
@@ -227,11 +225,6 @@ def solved(runs: Sequence[Spent], report: Report = lambda _: None) -> dict[str, 
             added = [(b - a) / part.tensors for part, a, b in zip(run.parts, run.blocks[BACKWARD, 0], run.blocks[BACKWARD, later]) if part.tensors]
             figures["accumulate"].append(max(0.0, statistics.median(added)))
     found = {name: statistics.median(values) for name, values in figures.items()}
-    for phase in PASSES:
-        more = [(seconds - found[f"{phase}:{part.name}"]) / part.products[phase] for run in runs for part, seconds in zip(
-            run.parts, run.blocks[phase, 0]) if part.products[phase] and f"{phase}:{part.name}" in found]  # fmt: skip
-        if more:
-            found[f"{phase}:product"] = max(0.0, statistics.median(more))
     found |= _least([({"lookup": r.micro * r.groups, "update": r.groups}, r.phases["sparse"]) for r in runs], "sparse", report)
     found |= _least([({"optimizer": 1, "tensor": r.tensors}, r.phases["optimizer"]) for r in runs], "optimizer", report)
     found |= _least([({"input": r.micro}, r.phases["input"]) for r in runs], "input", report)
@@ -240,6 +233,31 @@ def solved(runs: Sequence[Spent], report: Report = lambda _: None) -> dict[str, 
     report(f"host: {slow:.2f} times slower than at full speed, by run " + " ".join(f"{run.slow:.2f}" for run in runs))
     found = {name: slow * value for name, value in found.items()}
     report("host: " + ", ".join(f"{name} {1e6 * value:.0f}" for name, value in sorted(found.items())) + " us")
+    return found
+
+
+def new_products(device: torch.device, report: Report = lambda _: None) -> dict[str, float]:
+    """`forward:product` and `backward:product`: what a linear layer's product takes longer on a number of rows that the library has not met than on
+    the one that it just had, the median of pairs."""
+    layer = nn.Linear(PRODUCT_WIDTH, PRODUCT_WIDTH, device=device, dtype=torch.bfloat16)
+    x = torch.ones(PRODUCT_ROWS + PRODUCT_PAIRS + 1, PRODUCT_WIDTH, device=device, dtype=torch.bfloat16)
+
+    def both(rows: int) -> tuple[float, float]:
+        part = x[:rows].clone().requires_grad_()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        out = layer(part)
+        middle = time.perf_counter()
+        with torch.autograd.set_multithreading_enabled(False):
+            out.backward(x[:rows])
+        return middle - begin, time.perf_counter() - middle
+
+    both(PRODUCT_ROWS)  # which sets the library up
+    pairs = [(both(PRODUCT_ROWS), both(PRODUCT_ROWS + 1 + i)) for i in range(PRODUCT_PAIRS)]
+    # a backward has two products
+    found = {f"{phase}:product": max(0.0, statistics.median(new[i] - known[i] for known, new in pairs)) / (1 + i) for i, phase in enumerate(PASSES)}
+    report("host: " + ", ".join(f"{name} {1e6 * value:.0f}" for name, value in found.items()) + " us more on new rows")
     return found
 
 
@@ -266,8 +284,8 @@ def _least(rows: Sequence[tuple[Mapping[str, int], float]], what: str, report: R
 
 
 def designs(plans: Sequence[Plan]) -> list[Plan]:
-    """Small plans of the layers of `plans`: all kinds of 16 bits together under every policy, on even histories, on histories of all lengths, on two
-    micro-batches, with CUDA graphs; the kinds of every other precision together; few layers alone, whose optimizer has few tensors."""
+    """Small plans of the layers of `plans`: all kinds of 16 bits together under every policy, on one micro-batch, on two, with CUDA graphs; the kinds
+    of every other precision together; few layers alone, whose optimizer has few tensors."""
     by_precision: dict[str, list[Plan]] = defaultdict(list)
     for plan in plans:
         if any(s.layers for s in plan.model.sequences):
@@ -276,15 +294,14 @@ def designs(plans: Sequence[Plan]) -> list[Plan]:
     for precision, own in by_precision.items():
         base = max(own, key=lambda p: len({layer.kind for layer in p.model.interaction_layers}))
         if precision == "bf16":
-            found += [mixed(base, own), mixed(base, own, varied=True), mixed(base, own, micro=2), few(own[0])]
+            found += [mixed(base, own), mixed(base, own, micro=2), few(own[0])]
             last.append(mixed(base, own, execution="cuda_graph"))
         else:
             found.append(mixed(base, own, policies=("none",)))
     return found + last
 
 
-def mixed(base: Plan, plans: Sequence[Plan], *, policies: Sequence[str] = POLICIES, micro: int = 1, varied: bool = False,
-          execution: str = "eager") -> Plan:
+def mixed(base: Plan, plans: Sequence[Plan], *, policies: Sequence[str] = POLICIES, micro: int = 1, execution: str = "eager") -> Plan:
     """`base` with EACH layers of every kind of layer in `plans`, with and without a feed-forward part, under each of `policies`, in the width of
     `base`."""
     kinds: dict[tuple[str, bool], LayerGroup] = {}
@@ -299,7 +316,7 @@ def mixed(base: Plan, plans: Sequence[Plan], *, policies: Sequence[str] = POLICI
     first = base.model.sequences[0].name
     model = dataclasses.replace(base.model, sequences=tuple(
         dataclasses.replace(s, layers=tuple(groups) if s.name == first else s.layers) for s in base.model.sequences))
-    return small(dataclasses.replace(base, model=model), policies=policies, micro=micro, varied=varied, execution=execution)
+    return small(dataclasses.replace(base, model=model), policies=policies, micro=micro, execution=execution)
 
 
 def few(plan: Plan) -> Plan:
@@ -309,13 +326,12 @@ def few(plan: Plan) -> Plan:
     return small(dataclasses.replace(plan, model=model), policies=("none",))
 
 
-def small(plan: Plan, *, policies: Sequence[str], micro: int = 1, varied: bool = False, execution: str = "eager") -> Plan:
-    """The plan on `micro` batches of a few short histories, `varied` in length or not, and tables of few rows, the layers of every group under
-    `policies` in equal parts."""
+def small(plan: Plan, *, policies: Sequence[str], micro: int = 1, execution: str = "eager") -> Plan:
+    """The plan on `micro` batches of a few short histories of one length, and tables of few rows, the layers of every group under `policies` in equal
+    parts."""
     precision = layer_precision(plan)
     model = dataclasses.replace(plan.model, tables=tuple(dataclasses.replace(t, rows=min(t.rows, ROWS)) for t in plan.model.tables))
-    kind = "uniform" if varied else "fixed"
-    lengths = {s.name: Lengths(kind=kind, maximum=min(LENGTH, plan.workload.lengths[s.name].maximum)) for s in plan.model.sequences}
+    lengths = {s.name: Lengths(kind="fixed", maximum=min(LENGTH, plan.workload.lengths[s.name].maximum)) for s in plan.model.sequences}
     workload = dataclasses.replace(plan.workload, lengths=lengths, global_batch=micro * SAMPLES, local_batch=None)
     known = {r.region: r.options[0].precision for r in plan.regions}
     options = []

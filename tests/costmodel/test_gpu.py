@@ -9,7 +9,7 @@ from costmodel.blocks.measured import block_features
 from costmodel.calibration import Calibration, fit
 from costmodel.estimate import estimate
 from costmodel.gpu import Piece, Steady, block_key, has_lead, launches, played, timed_ops, without_launches
-from costmodel.hosttime import HostTimes
+from costmodel.hosttime import HostTimes, products
 from costmodel.lower import batch_shape, lower
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD, KINDS, STEP, op
@@ -53,6 +53,25 @@ def test_a_host_with_a_lead_hides_its_launches_behind_the_device(local_batch):
     assert (made.limiting == "host") == (host > device) == (local_batch == 4)
     assert sum(q.value for q in made.phases.values()) == pytest.approx(made.step_time.value)
     assert estimate(plan, None, mode="bound").step_time.value <= made.step_time.value * (1 + 1e-12)
+
+
+def test_a_library_chooses_kernels_once_for_each_shape_of_a_micro_batch():
+    """The layers of a group share their products' shapes, backward has two to each, what runs again has none of its own."""
+    plan = one_gpu()
+    batch, region = batch_shape(plan), next(r for r in regions(plan.model) if r.layer)
+    assert region.count == 3 and batch.sequences[region.sequence].varied
+    shapes = {(one.feature("k"), one.feature("n")) for one in region.block.forward(batch, "bf16") if one.kind == "linear"}
+    assert [region.count * products(region.block, batch, "bf16", phase) for phase in (FORWARD, BACKWARD)] == pytest.approx(
+        [len(shapes), 2 * len(shapes)])
+    even = dataclasses.replace(batch, sequences={n: s.padded() for n, s in batch.sequences.items()})
+    assert products(region.block, even, "bf16", FORWARD) == 0.0
+    figures = {f"host/{phase}:self_attention@bf16{policy}+mlp": 1e-3 for phase in (FORWARD, BACKWARD) for policy in ("", ":full")}
+    known = HostTimes({**figures, f"host/{FORWARD}:product": 3e-4, f"host/{BACKWARD}:product": 2e-4})
+    each = len(shapes) / 3
+    assert known.block(region.block, batch, "bf16", FORWARD) == pytest.approx(1e-3 + each * 3e-4)
+    for policy in ("none", "full"):
+        assert known.block(region.block, batch, "bf16", BACKWARD, policy) == pytest.approx(1e-3 + 2 * each * 2e-4)
+    assert known.policy(region.block, batch, "bf16", "full") == pytest.approx((0.0, 0.0))
 
 
 def test_an_exchange_costs_the_host_what_was_measured():
