@@ -64,13 +64,16 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
     whole = end - WHOLE_SHARE * budget - compiling
     if on_gpu:
         attention = begin + (COMPILE_SHARE + ATTENTION_SHARE) * budget
-        for number, request in enumerate(wanted := gpu.attention_ops(plans)):
+        # what was not compiled in time would be compiled now, one kernel after another: last
+        wanted = sorted(gpu.attention_ops(plans), key=lambda request: warm.kernels(request) not in ahead.compiled)
+        order = sorted(plans, key=lambda plan: not ahead.has(plan))
+        for number, request in enumerate(wanted):
             if time.perf_counter() > attention:
                 report(f"out of time for attention before op {number + 1}/{len(wanted)}")
                 break
             own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
         report(f"{len(own.samples)} samples with attention alone, {time.perf_counter() - begin:.0f} s")
-    for found in gpu.device_samples(plans, device, until=whole - HOST_SHARE * budget, report=report):
+    for found in gpu.device_samples(order if on_gpu else plans, device, until=whole - HOST_SHARE * budget, report=report):
         own.add([found])
     own.add(gpu.attempted(hosted.host_samples(plans, device, until=whole, report=report), "host", report))
     report(f"{len(own.samples)} samples with those of the host, {time.perf_counter() - begin:.0f} s")

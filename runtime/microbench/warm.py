@@ -5,8 +5,7 @@ in its cache.
 
 One process after another would compile for most of a short calibration. Work is cut into jobs that share no large kernel, one attention op each, and
 processes, one less than there are cores, take the next job when they have done one; they are forks of one that has imported everything and touched no
-GPU yet. What is timed first comes first: attention of the plans, then tables, then blocks, for what is left; then the same of the plans behind `--`,
-which are run later.
+GPU yet. Plans behind `--` are run later; theirs is compiled too.
 """
 from __future__ import annotations
 
@@ -44,8 +43,10 @@ SIXTEEN = 16
 # Histories that some kernels have tiles of their own for.
 SHORT = 256
 _ROWS = 1000
-# Bytes of a job's number in the queue; a job that takes so long is named [s].
-_NUMBER, LONG_JOB = 2, 20.0
+# In which order kinds of jobs are done: attention of 16 bits takes longest and is timed first; fp32 is left to the end.
+ORDER = ("attention", "tables", "blocks", "fp32")
+# What a process says of a job that it has done; bytes of a job's number in the queue; a job that takes so long is named [s].
+DONE, _NUMBER, LONG_JOB = "did ", 2, 20.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +57,19 @@ class Job:
     plan: Plan
     request: Request | None = None
 
+    @property
+    def kind(self) -> str:
+        """`what`, or `fp32` where that is what it computes in."""
+        dtype = self.request.op.dtype if self.request is not None else gpu.layer_precision(self.plan) if self.what == "blocks" else ""
+        return "fp32" if dtype == "fp32" else self.what
+
 
 class Ahead:
     """The processes at work on `plans`."""
 
     def __init__(self, plans: list[Plan], later: Sequence[Plan] = ()) -> None:
+        self._jobs = jobs(plans, later)
+        self.compiled: frozenset[Hashable] = frozenset()  # `kernels` of the attention that was compiled, once it was waited for
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         paths = [Path(self._folder.name) / f"{i}.json" for i in range(len(plans) + len(later))]
         for path, plan in zip(paths, (*plans, *later)):
@@ -82,15 +91,25 @@ class Ahead:
         except subprocess.TimeoutExpired:
             os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
-        said = self._log.read_text(errors="replace")[-4000:]
+        lines = self._log.read_text(errors="replace").splitlines()
         self._folder.cleanup()
-        return said
+        done = [self._jobs[int(line.removeprefix(DONE))] for line in lines if line.startswith(DONE)]
+        self.compiled = frozenset(kernels(job.request) for job in done if job.request is not None)
+        said = "\n".join(line for line in lines if not line.startswith(DONE))[-4000:]
+        return f"{len(done)} of {len(self._jobs)} jobs; {said}"
+
+    def has(self, plan: Plan) -> bool:
+        """Whether the kernels of all attention of the plan's layers were compiled; of an even number of events or another, whichever."""
+        known = {key[:-2] for key in self.compiled}
+        lengths = {name: np.full(4, lengths.maximum) for name, lengths in plan.workload.lengths.items()}
+        return all(kernels(r)[:-2] in known for r in attention_requests(plan, lengths) if cases.executable(r))
 
 
 def jobs(plans: Sequence[Plan], later: Sequence[Plan] = ()) -> list[Job]:
-    """What is to be compiled for a calibration by `plans`, in order, then for runs of `later`; no two jobs of attention need the same kernels."""
-    known, seen = set(), set()
-    found = _attention(((r, plans[0]) for r in gpu.attention_ops(list(plans))), known) + _others(plans, seen)
+    """What is to be compiled for a calibration by `plans` and for runs of `later`, in order: attention of 16 bits, tables, blocks, fp32; no two
+    jobs of attention need the same kernels."""
+    known: set[Hashable] = set()
+    found = _attention(((r, plans[0]) for r in gpu.attention_ops(list(plans))), known)
     rng, runs = np.random.default_rng(5), []
     for plan in later:
         lengths = {s.name: plan.workload.lengths[s.name].sample(rng, max(4, plan.local_batch)) for s in plan.model.sequences}
@@ -99,27 +118,28 @@ def jobs(plans: Sequence[Plan], later: Sequence[Plan] = ()) -> list[Job]:
             fixed = len(set(request.lengths)) == 1
             other = dataclasses.replace(request, lengths=_parity(request.lengths, even=not _even(request)))
             runs += [(one, plan) for one in ((request,) if fixed else (request, other)) if cases.executable(one)]
-    return found + _attention(runs, known) + _others(later, seen)
+    found += _attention(runs, known) + _others((*plans, *later))
+    return sorted(found, key=lambda job: ORDER.index(job.kind))
 
 
 def _attention(wanted: Iterable[tuple[Request, Plan]], known: set) -> list[Job]:
-    """A job for each kind of kernels that is not in `known`, where it is kept; 16 bits first, and last what differs in the longest history alone,
-    which may need nothing new: nobody compiles it at the same time then."""
-    found: list[tuple[tuple[bool, bool], Job]] = []
+    """A job for each kind of kernels that is not in `known`, where it is kept; last what differs in the longest history alone, which may need nothing
+    new: nobody compiles it at the same time then."""
+    found: list[tuple[bool, Job]] = []
     for request, plan in wanted:
         key = kernels(request)
         if key not in known:
             alike = dataclasses.replace(request, op=dataclasses.replace(request.op, features=tuple(
                 (dict(request.op.features) | {"longest": SHORT + 1.0 if dict(request.op.features)["longest"] > SHORT else 1.0}).items())))
             rough = "alike", kernels(alike)
-            found.append(((request.op.dtype == "fp32", rough in known), Job(what="attention", plan=plan, request=request)))
+            found.append((rough in known, Job(what="attention", plan=plan, request=request)))
             known |= {key, rough}
     return [job for _, job in sorted(found, key=lambda one: one[0])]
 
 
-def _others(plans: Sequence[Plan], seen: set) -> list[Job]:
+def _others(plans: Sequence[Plan]) -> list[Job]:
     """Tables and blocks, each kind once."""
-    found = []
+    found, seen = [], set()
     for plan in plans:
         for what, key in (("tables", tuple(sorted({(t.dim, t.pooling, t.sequence is None, t.optimizer, t.dtype) for t in plan.model.tables}))),
                           ("blocks", (gpu.layer_precision(plan), plan.model.dim, plan.model.feature_dim, *sorted({
@@ -128,10 +148,10 @@ def _others(plans: Sequence[Plan], seen: set) -> list[Job]:
             if (what, key) not in seen:
                 seen.add((what, key))
                 found.append(Job(what=what, plan=plan))
-    return sorted(found, key=lambda job: job.what == "blocks")  # which are many, and small but for their attention
+    return found
 
 
-def kernels(request: Request) -> Hashable:
+def kernels(request: Request) -> tuple[Hashable, ...]:
     """What the kernels of an attention op depend on."""
     features = dict(request.op.features)
     longest = 1 << (int(features["longest"]) - 1).bit_length()
@@ -216,6 +236,7 @@ def _work(wanted: list[Job], queue: int) -> None:
         name = f"{job.what} {job.request.op.variant} {job.request.op.dtype}" if job.request is not None else f"{job.what} of {job.plan.model.name}"
         try:
             run_job(job, device)
+            print(f"{DONE}{int.from_bytes(number, 'little')}", flush=True)
         except Exception:
             print(f"{name}: {traceback.format_exc(limit=-2)}", flush=True)
         took = time.perf_counter() - start

@@ -222,11 +222,11 @@ def test_what_needs_the_same_kernels_is_compiled_once():
     attention = [job.request for job in found if job.request is not None]
     assert len({warm.kernels(r) for r in attention}) == len(attention) < len(warm.gpu.attention_ops(plans))
     assert {warm.kernels(r) for r in attention} == {warm.kernels(r) for r in warm.gpu.attention_ops(plans)}
-    wide = [r.op.dtype == "fp32" for r in attention]
-    assert wide == sorted(wide) and any(wide)
-    assert [job.what for job in found[len(attention):]] == ["tables", "blocks", "blocks", "blocks"]
+    kinds = [job.kind for job in found]
+    assert kinds == sorted(kinds, key=warm.ORDER.index) and [kinds.count(what) for what in ("tables", "blocks")] == [1, 2]
+    assert found[-1].request is None or found[-1].request.op.dtype == "fp32"
     later = warm.jobs(plans, [drawn("block_attention"), drawn()])
-    assert later[:len(found)] == found and {job.request.op.variant for job in later[len(found):] if job.request} >= {"block"}
+    assert {job.request.op.variant for job in later if job.request and job not in found} >= {"block"} and all(job in later for job in found)
 
 
 def test_a_small_batch_needs_the_kernels_of_the_large_one():
@@ -253,7 +253,10 @@ def test_processes_compile_ahead_and_say_what_they_could_not(monkeypatch):
     ahead = warm.Ahead([drawn(), drawn("gdpa", precision="fp32")])
     assert ahead.running
     said = ahead.wait(120)
-    assert f"{len(warm.jobs([drawn(), drawn('gdpa', precision='fp32')]))} jobs in" in said and "Traceback" not in said, said
+    count = len(warm.jobs([drawn(), drawn("gdpa", precision="fp32")]))
+    assert f"{count} of {count} jobs" in said and f"{count} jobs in" in said and "Traceback" not in said, said
+    assert ahead.has(drawn()) and not ahead.has(drawn("block_attention"))
+    assert ahead.compiled == {warm.kernels(r) for r in warm.gpu.attention_ops([drawn(), drawn("gdpa", precision="fp32")])}
     assert time.perf_counter() - begin < 120 and not ahead.running
 
 
