@@ -44,8 +44,8 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
     samples make. `keep` is called with what there is every KEPT_EVERY seconds. later: plans whose kernels are compiled too, and nothing else of
     theirs is seen; compiled_blocks: whether blocks under the compiler are timed, where the budget has room.
 
-    While kernels are compiled the ops that need none are timed; then blocks and tables, which nothing else stands for; then short runs of the trainer
-    for the host and the allocator; then more ops while there is time.
+    While kernels are compiled the ops that need none are timed, and attention as it is ready; then blocks and tables, which nothing else stands for;
+    then short runs of the trainer for the host and the allocator; then more ops while there is time.
     """
     begin, on_gpu = time.perf_counter(), device.type == "cuda"
     end = begin + budget
@@ -56,20 +56,26 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
         own.add(gpu.attempted(gpu.constant_samples(device), "constants", report))
         # the plans' own shapes: products of other widths say little about theirs
         wanted = gpu.op_requests(plans, points=PLAIN_POINTS, kinds=PLAIN_KINDS)
+        attention = [(warm.kernels(request), request) for request in gpu.attention_ops(plans)]
         while wanted and time.perf_counter() < begin + (COMPILE_SHARE if ahead.running else PLAIN_SHARE) * budget:
             own.add(gpu.attempted(gpu.timed_op(wanted[0], device, PLAIN_SECONDS, host=False), str(wanted.pop(0).op), report))
+            known = ahead.compiled
+            ready = next((i for i, (kernels, _) in enumerate(attention) if kernels in known), None)
+            if ready is not None:
+                request = attention.pop(ready)[1]
+                own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
         said = ahead.wait(begin + COMPILE_SHARE * budget - time.perf_counter())
         report(f"kernels compiled ahead: {time.perf_counter() - begin:.0f} s, {len(own.samples)} samples meanwhile; {said}")
     compiling = COMPILED_SHARE * budget if on_gpu and compiled_blocks and budget >= COMPILED_ABOVE else 0.0
     whole = end - WHOLE_SHARE * budget - compiling
     if on_gpu:
-        attention = begin + (COMPILE_SHARE + ATTENTION_SHARE) * budget
         # what was not compiled in time would be compiled now, one kernel after another: last
-        wanted = sorted(gpu.attention_ops(plans), key=lambda request: warm.kernels(request) not in ahead.compiled)
+        known = ahead.compiled
+        attention.sort(key=lambda one: one[0] not in known)
         order = sorted(plans, key=lambda plan: not ahead.has(plan))
-        for number, request in enumerate(wanted):
-            if time.perf_counter() > attention:
-                report(f"out of time for attention before op {number + 1}/{len(wanted)}")
+        for number, (_, request) in enumerate(attention):
+            if time.perf_counter() > begin + (COMPILE_SHARE + ATTENTION_SHARE) * budget:
+                report(f"out of time for attention before op {number + 1}/{len(attention)} of those that were left")
                 break
             own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
         report(f"{len(own.samples)} samples with attention alone, {time.perf_counter() - begin:.0f} s")
@@ -81,7 +87,7 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
         datasheet = plans[0].cluster.device
         known = fit(dataclasses.replace(own.environment, device_name=datasheet.name), own.samples, device=datasheet)
         # of those whose blocks were timed, so that a run shows what steps add; under the policy that keeps little the allocator's slack weighs most
-        timed = [trained.under(plan, POLICIES[i // 4 % 2]) for i, plan in enumerate(p for p in plans if gpu.layer_precision(p) == "bf16")]
+        timed = [trained.under(plan, POLICIES[i // 4 % 2]) for i, plan in enumerate(p for p in order if gpu.layer_precision(p) == "bf16")]
         own.add(gpu.attempted(trained.host_samples(known, timed, device, until=time.perf_counter() + HOST_RUNS_SHARE * budget, report=report),
                               "host in whole steps", report))
         own.add(gpu.attempted(trained.whole_samples(known, timed[:WHOLE_RUNS], device, until=end - compiling - LAST, report=report), "whole", report))

@@ -69,7 +69,7 @@ class Ahead:
 
     def __init__(self, plans: list[Plan], later: Sequence[Plan] = ()) -> None:
         self._jobs = jobs(plans, later)
-        self.compiled: frozenset[Hashable] = frozenset()  # `kernels` of the attention that was compiled, once it was waited for
+        self._said: str | None = None  # all of the log, once it was waited for
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         paths = [Path(self._folder.name) / f"{i}.json" for i in range(len(plans) + len(later))]
         for path, plan in zip(paths, (*plans, *later)):
@@ -91,12 +91,20 @@ class Ahead:
         except subprocess.TimeoutExpired:
             os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
-        lines = self._log.read_text(errors="replace").splitlines()
+        self._said = self._log.read_text(errors="replace")
         self._folder.cleanup()
-        done = [self._jobs[int(line.removeprefix(DONE))] for line in lines if line.startswith(DONE)]
-        self.compiled = frozenset(kernels(job.request) for job in done if job.request is not None)
-        said = "\n".join(line for line in lines if not line.startswith(DONE))[-4000:]
-        return f"{len(done)} of {len(self._jobs)} jobs; {said}"
+        said = "\n".join(line for line in self._said.splitlines() if not line.startswith(DONE))[-4000:]
+        return f"{len(self._done())} of {len(self._jobs)} jobs; {said}"
+
+    def _done(self) -> list[Job]:
+        said = self._log.read_text(errors="replace") if self._said is None else self._said
+        said = said[:said.rfind("\n") + 1]  # no line that is being written
+        return [self._jobs[int(line.removeprefix(DONE))] for line in said.splitlines() if line.startswith(DONE)]
+
+    @property
+    def compiled(self) -> frozenset[tuple[Hashable, ...]]:
+        """`kernels` of the attention that was compiled up to now."""
+        return frozenset(kernels(job.request) for job in self._done() if job.request is not None)
 
     def has(self, plan: Plan) -> bool:
         """Whether the kernels of all attention of the plan's layers were compiled; of an even number of events or another, whichever."""
