@@ -51,7 +51,7 @@ LOADER_SHARE, SAVED_BYTES = 0.5, 5e10
 
 def calibration_plans(cluster: Cluster) -> list[Plan]:
     """The plans whose shapes a calibration times: subjects of every block kind and head dim in turn, in bf16, one of each on a smaller batch in
-    fp32 too. Every kind and precision comes first, so that a calibration that ends early has them."""
+    fp32 too. Every kind, head dim and precision comes first, so that a calibration that ends early has them."""
     plans, wide = [], {}
     for i in range(CALIBRATION_SUBJECTS):
         model, workload = _draw_subject(np.random.default_rng([CALIBRATION_SEED, i]), cluster, name=f"calibration-{i}", kind=KINDS[i % len(KINDS)],
@@ -63,7 +63,7 @@ def calibration_plans(cluster: Cluster) -> list[Plan]:
             wide[layer.kind, layer.head_dim] = _one(model, smaller, cluster, precision="fp32")
     first = len(KINDS)
     fp32 = list(wide.values())
-    return plans[:first] + fp32[:first] + plans[first:3 * first] + fp32[first:] + plans[3 * first:]
+    return plans[:2 * first] + fp32[:first] + plans[2 * first:3 * first] + fp32[first:] + plans[3 * first:]
 
 
 _calibrated: set[str] = set()

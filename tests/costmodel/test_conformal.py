@@ -13,13 +13,13 @@ def drawn(rng: np.random.Generator, hosts: int, devices: int) -> dict[str, tuple
     return {cell(name, maker): tuple(rng.standard_t(5, counts[maker]) * spread + 0.01) for (name, maker), spread in SPREADS.items()}
 
 
-@pytest.mark.parametrize(("hosts", "devices"), [(12, 12), (6, 18), (2, 22)])
+@pytest.mark.parametrize(("hosts", "devices"), [(12, 12), (6, 18), (3, 22), (2, 22)])
 def test_new_runs_are_held_as_often_as_is_said(hosts, devices):
     rng, hits = np.random.default_rng(0), []
     for _ in range(150):
         made, new = Intervals(drawn(rng, hosts, devices)), drawn(rng, 1, 1)
         for (name, maker) in SPREADS:
-            if hosts < 5 and maker == "host":
+            if hosts < conformal.OWN and maker == "host":
                 continue
             value, step = 0.03, 0.1
             low, high = made.bounds(name, maker, value, step)
