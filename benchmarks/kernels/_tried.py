@@ -15,9 +15,12 @@ TRIED = {
     "one and four stages 2.81, five 2.79; dK and dV with two blocks of keys 3.76, one and four stages 3.74, five 3.83; one program a sequence "
     "7.49 in all, a program a block of keys and Triton's dQ 7.34",
     "rmsnorm -> fp8 rowwise, 262144 x 512 bf16": "with 32 elements a thread; with 64, as now, 4.22 in a sweep of the same day, ten calls a graph",
-    "embedding backward + rowwise-adagrad, 8 tables x 5000000 x 128 fp32, batch 8192, pooling 20, Zipf 1.05": "by kernel [us]: keys 17, sort 105 "
-    "(four passes of 18), lists 28, long runs 13, update 236; runs of one gradient row last in all programs 412, first in all 394; runs of 8 and 16 "
-    "at a time 421 to 471; a sort of 16-bit keys alone 63",
+    "embedding backward + rowwise-adagrad, 8 tables x 5000000 x 128 fp32, batch 8192, pooling 20, Zipf 1.05": "by kernel [us]: keys 13, sort 82 "
+    "(three passes: counts 3, offsets 3, pairs to their places 22), lists 17, long runs 6, update 201; before, with torch's sort (105) "
+    "and all lists at once 396: runs of one gradient row last in all programs 412, first in all 394, runs of 8 and 16 at a time 421 to "
+    "471. With parts, whole update: sort by tiles of 1,024 pairs in registers and counts by atomics, one to four warps, 448 to 467 (54 to 60 a pass: "
+    "two pairs of a digit side by side are not a sector); one part 492, four 457, eight 452, sixteen 449, thirty-two 452; rows stored evict_first "
+    "and gradients without evict_last as long; 4 and 16 runs of one row at a time 5 and 50 slower, two runs of four 5, 80 and 96 registers 40 and 2",
 }
 
 

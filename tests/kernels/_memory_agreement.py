@@ -110,6 +110,24 @@ def agree_embedding(device, dtypes=(torch.float32, torch.float64, torch.bfloat16
                 _agree_update(triton_side, device, weight, ids, bags, optimizer, mean, seed)
 
 
+def agree_parts(device):
+    """Updates of several parts: every id once, one hot id among others at the table's end, one id alone, whose run begins in the first part."""
+    from kernels import _embedding_triton as triton_side
+
+    sizes = {"PART_IDS": 256, "PART_BYTES": 1, "COMPACT_BLOCK": 256, "PROGRAMS": 8, "PLAN_PROGRAMS": 4}
+    before = {name: getattr(triton_side, name) for name in sizes}
+    try:
+        for name, size in sizes.items():
+            setattr(triton_side, name, size)
+        hot = torch.randint(0, 70, (600,))
+        for ids, num_rows in ((torch.randperm(700), 700), (torch.where(torch.rand(600) < 0.7, 69, hot), 70), (torch.full((600,), 2), 3)):
+            offsets = torch.arange(0, len(ids) + 1, 20)
+            _agree_update(triton_side, device, torch.randn(num_rows, 3), ids, offsets, "rowwise_adagrad", False, None)
+    finally:
+        for name, size in before.items():
+            setattr(triton_side, name, size)
+
+
 def _agree_update(triton_side, device, weight, ids, offsets, optimizer, mean, seed):
     rows = len(ids) if offsets is None else offsets.numel() - 1
     grad = torch.randn(rows, weight.shape[1], dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)
@@ -174,6 +192,7 @@ if __name__ == "__main__":
         agree_jagged("cpu", (torch.bfloat16, torch.int64), [*JAGGED_CASES[:4], JAGGED_CASES[5]])
     elif sys.argv[1] == "embedding":  # the interpreter takes milliseconds an operation: the richest cases only
         agree_embedding("cpu", cases=[([40, 0, 1, 90, 0], 3, 3, 5, 3, True)], dtypes=(torch.float32,))
+        agree_parts("cpu")
     else:
         agree_norm("cpu", (torch.float32,), [(5, 128)])
     print("agrees")

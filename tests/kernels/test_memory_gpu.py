@@ -68,10 +68,27 @@ def test_table_past_2_to_31_elements():
     assert torch.equal(embedding.embedding_sequence(weight, ids), torch.full((4, dim), -1.0, device="cuda", dtype=torch.bfloat16))
 
 
-def test_skewed_update_repeats_bitwise_and_is_exact():
+def test_embedding_in_parts():
+    agreement.agree_parts("cuda")
+
+
+@pytest.mark.parametrize("num, limit", [(1, 1), (4095, 511), (4097, 3), (1_310_720, 40_000_000), (2_000_000, 2**31 - 2), (200_000, 2**33)], ids=str)
+def test_sort_of_updates_is_stable(num, limit):
+    from kernels._embedding_sort import sort_pairs
+
+    keys = torch.randint(0, limit + 1, (num,), device="cuda").to(torch.int32 if limit < 2**31 else torch.int64)
+    keys[::3] = limit
+    values = torch.randint(0, 2**31 - 1, (num,), device="cuda", dtype=torch.int32)
+    want, order = torch.sort(keys, stable=True)
+    ours, along = sort_pairs(keys.clone(), values.clone(), limit)
+    assert torch.equal(ours, want) and torch.equal(along, values[order])
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 8.0])  # every id the last row, most near it, all alike, two fifths the first
+def test_skewed_update_repeats_bitwise_and_is_exact(power):
     from kernels import embedding
 
-    ids = (torch.rand(300_000, device="cuda") ** 8 * 1000).long()  # the hottest row takes two fifths
+    ids = (torch.rand(300_000, device="cuda") ** power * 1000).long().clamp_(max=999)
     offsets = torch.arange(0, 300_001, 10, device="cuda")
     grad = torch.randn(30_000, 96, device="cuda")
     dense = torch.zeros(1000, 96, device="cuda", dtype=torch.float64)
