@@ -51,11 +51,13 @@ DONE, _NUMBER, LONG_JOB = "did ", 2, 20.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one process compiles at a time: `attention` (of `request`), `tables` or `blocks` of a plan."""
+    """What one process compiles at a time: `attention` (of `request`), `tables` or `blocks` of a plan. twin: whether an earlier job differs in the
+    longest history or the number of events alone, so that it may need nothing new."""
 
     what: str
     plan: Plan
     request: Request | None = None
+    twin: bool = False
 
     @property
     def kind(self) -> str:
@@ -127,22 +129,22 @@ def jobs(plans: Sequence[Plan], later: Sequence[Plan] = ()) -> list[Job]:
             other = dataclasses.replace(request, lengths=_parity(request.lengths, even=not _even(request)))
             runs += [(one, plan) for one in ((request,) if fixed else (request, other)) if cases.executable(one)]
     found += _attention(runs, known) + _others((*plans, *later))
-    return sorted(found, key=lambda job: ORDER.index(job.kind))
+    # twins last: nobody compiles the same at the same time then
+    return sorted(found, key=lambda job: (ORDER.index(job.kind), job.twin))
 
 
 def _attention(wanted: Iterable[tuple[Request, Plan]], known: set) -> list[Job]:
-    """A job for each kind of kernels that is not in `known`, where it is kept; last what differs in the longest history alone, which may need nothing
-    new: nobody compiles it at the same time then."""
-    found: list[tuple[bool, Job]] = []
+    """A job for each kind of kernels that is not in `known`, where it is kept."""
+    found = []
     for request, plan in wanted:
         key = kernels(request)
         if key not in known:
-            alike = dataclasses.replace(request, op=dataclasses.replace(request.op, features=tuple(
-                (dict(request.op.features) | {"longest": SHORT + 1.0 if dict(request.op.features)["longest"] > SHORT else 1.0}).items())))
-            rough = "alike", kernels(alike)
-            found.append((rough in known, Job(what="attention", plan=plan, request=request)))
+            features = dict(request.op.features)
+            alike = dataclasses.replace(request.op, features=tuple((features | {"longest": SHORT + float(features["longest"] > SHORT)}).items()))
+            rough = "alike", *kernels(dataclasses.replace(request, op=alike))[:-2]
+            found.append(Job(what="attention", plan=plan, request=request, twin=rough in known))
             known |= {key, rough}
-    return [job for _, job in sorted(found, key=lambda one: one[0])]
+    return found
 
 
 def _others(plans: Sequence[Plan]) -> list[Job]:

@@ -222,6 +222,7 @@ def test_what_needs_the_same_kernels_is_compiled_once():
     attention = [job.request for job in found if job.request is not None]
     assert len({warm.kernels(r) for r in attention}) == len(attention) < len(warm.gpu.attention_ops(plans))
     assert {warm.kernels(r) for r in attention} == {warm.kernels(r) for r in warm.gpu.attention_ops(plans)}
+    assert [job.twin for job in found if job.kind == "attention"] == sorted(job.twin for job in found if job.kind == "attention")
     kinds = [job.kind for job in found]
     assert kinds == sorted(kinds, key=warm.ORDER.index) and [kinds.count(what) for what in ("tables", "blocks")] == [1, 2]
     assert found[-1].request is None or found[-1].request.op.dtype == "fp32"
