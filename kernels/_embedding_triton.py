@@ -525,6 +525,7 @@ def embedding_update_(
         (PLAN_RUNS, NEAR, SHARE), num_warps=1, key=kinds,
     )  # fmt: skip
     block_d = next_power_of_2(dim)
+    warps = max(1, block_d // 128)  # a warp covers 128 columns with 16 bytes a thread, so that rows lie in registers
     programs = min(PROGRAMS, cdiv(length, ONE_RUNS))
     seed_32 = 0 if seed is None else (seed + 2**31) % 2**32 - 2**31  # only the low 32 bits count
     launch(
@@ -533,7 +534,7 @@ def embedding_update_(
          lr, eps, beta1, beta2, 1.0 - beta1**step, 1.0 - beta2**step, weight_decay, seed_32, num_ids, programs, *most, most_shares),
         (dim, ONE_RUNS, FEW_RUNS, FEW, SOME, SHARE_ITEMS, block_d, mean, GRADIENTS, optimizer, weight_decay != 0.0, seed is not None,
          _accumulator(weight.dtype)),
-        num_warps=max(1, block_d // 128), key=kinds, maxnreg=REGISTERS,  # a warp covers 128 columns, 16 bytes a thread: rows lie in registers
+        num_warps=warps, key=kinds, maxnreg=REGISTERS if warps <= 16 else None,  # a multiprocessor has 65,536 registers
     )  # fmt: skip
 
 
