@@ -20,7 +20,8 @@ BLOCK_PREFIX = "block:"
 # host_copy_bandwidth [bytes/s]: pinned memory to the device; host (variant = what): main-thread seconds of a part of a step in the trainer
 # (costmodel.hosttime);
 # in_step (variant = phase): seconds of forward or backward within a step over those of its blocks timed alone, at the share of the peak FLOP/s
-# `utilisation`; its logarithm grows by `slope` with that share;
+# `utilisation`; its logarithm grows by `slope` with that share; variant `host`: main-thread seconds of steps that the host makes, of whole batches,
+# over the sum of their parts (costmodel.hosttime);
 # compiled, compiled_host (variant = phase:kind): device and main-thread seconds of a compiled block over those of an eager one;
 # library_bytes: workspaces that libraries allocate and keep; workspace (variant = kind@dtype[:policy]): bytes that backward of a block has beside
 # what its forward saved, over the formula's (costmodel.memory.backward_bytes).

@@ -32,7 +32,7 @@ from runtime.microbench.timing import Timing, measure, summarize
 # Seconds of processor time a launch may measure, seconds a point, spread points against those of quick.
 PRESETS = {"quick": (40.0, 0.012, 1.0), "full": (220.0, 0.05, 3.0)}
 # Seconds that one GPU is timed for.
-GPU_SECONDS = {"quick": 90.0, "full": 270.0}
+GPU_SECONDS = {"quick": 90.0, "full": 420.0}
 # Copies of the data so that a run does not find what the run before left in the cache [bytes to exceed: L2, or a core's share of L3].
 ROTATE_BYTES = {"cpu": 16e6, "cuda": 120e6}
 MAX_COPIES = 8

@@ -21,7 +21,7 @@ HOST_RUNS_SHARE = 0.06
 # How many of those, under which policies four at a time, and how long before the end none begins [s].
 WHOLE_RUNS, POLICIES, LAST = 12, ("full", "none"), 2.0
 # What compiled blocks get of a budget of so many seconds or more: the compiler needs 4 to 14 s a kind (H200's host, 2026-12-01).
-COMPILED_SHARE, COMPILED_ABOVE = 0.25, 240.0
+COMPILED_SHARE, COMPILED_ABOVE = 0.25, 360.0
 # Seconds an attention op.
 ATTENTION_SECONDS = 0.008
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
