@@ -51,6 +51,51 @@ def test_a_calibration_keeps_what_it_has_and_predicts(monkeypatch):
     assert known.constants["host/forward:hstu@bf16"] > 0 and estimate(drawn(), known).step_time.value > 0
 
 
+def test_a_gpu_s_calibration_times_attention_as_it_is_compiled(monkeypatch):
+    """Every part of it, as on a GPU, by this machine's CPU: what is compiled ahead is timed while the rest is, what is not is timed at the end."""
+    here, said = session.environment(CPU), []
+    monkeypatch.setattr(session, "environment", lambda device: dataclasses.replace(here, device_kind="cuda"))
+    for module, name in ((session.gpu, "timed_op"), (session.gpu, "device_samples"), (hosted, "host_samples"), (trained, "host_samples"),
+                         (trained, "whole_samples")):  # fmt: skip
+        place = {"timed_op": 1}.get(name, 2 if module is trained else 1)
+        monkeypatch.setattr(module, name, functools.partial(
+            lambda own, place, *given, **named: own(*(CPU if i == place else one for i, one in enumerate(given)), **named),
+            getattr(module, name), place))
+    monkeypatch.setattr(session.gpu, "constant_samples", lambda device: [])
+    monkeypatch.setattr(session.gpu, "context_bytes", lambda: 1e9)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 11.0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10.0)
+    for module, name, value in ((trained, "STEPS", 2), (trained, "HOST_STEPS", 4), (hosted, "STEPS", 2), (hosted, "SAMPLES", 2),
+                                (hosted, "LENGTH", 12), (session, "OP_POINTS", 0.0), (session, "PLAIN_POINTS", 0.0),
+                                (session, "PLAIN_SECONDS", 0.0)):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+
+    class Half:
+        """Half of the kinds of kernels are compiled from the start on, no more ever are."""
+
+        def __init__(self, plans, later):
+            assert [plan.model.name for plan in later] == ["tiny"] and len(plans) > 3
+            keys = sorted({warm.kernels(request) for request in session.gpu.attention_ops(plans)}, key=repr)
+            self.compiled, self.running = frozenset(keys[::2]), True
+
+        def wait(self, seconds):
+            self.running = False
+            return "half"
+
+        def has(self, plan):
+            return plan.workload.lengths["history"].maximum == 20
+
+    monkeypatch.setattr(session.warm, "Ahead", Half)
+    plans = [drawn(), drawn("gdpa"), drawn("self_attention"), drawn(precision="fp32")]
+    found, samples = session.calibrate(plans, torch.device("cuda"), budget=60.0, later=[drawn("block_attention")], report=said.append)
+    timed = [s for s in samples if s.op == "attention"]
+    assert len({(s.variant, s.dtype) for s in timed}) == 6  # three kinds in two precisions
+    assert not any("cannot be timed" in line or "Error" in line for line in said), said
+    constants = {(s.op.removeprefix("constant:"), s.variant) for s in samples if s.op.startswith("constant:")}
+    assert {("host", "forward:product"), ("allocator_overhead", ""), ("context_bytes", ""), ("step_overhead", "")} <= constants
+    assert fit(found, samples, device=H200).constants["context_bytes"] == 1e9
+
+
 class _Task:
     phase, flops = "backward", 1e14
 
