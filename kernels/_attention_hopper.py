@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels._hopper_queue import allocate, draw, drawn, fetch, finish, publish, take, zero_unowned
+
 M = gl.constexpr(64)
 
 
@@ -120,20 +122,12 @@ def _row_range(first, last, shift, q_len, window, CAUSAL: gl.constexpr, WINDOW: 
 
 
 @gluon.jit
-def _read_tile(q_offsets, k_offsets, tiles, index, total, H, CAUSAL: gl.constexpr):
-    """Head, first row of the 2M-row tile, and the sequence's spans; harmless past the last tile, so that it can be read ahead."""
-    real = index < total
-    head = index % H
-    entry = index // H
-    sequence = gl.load(tiles + 2 * entry, mask=real, other=0)
-    tile = gl.load(tiles + 2 * entry + 1, mask=real, other=0)
-    q_start = gl.load(q_offsets + sequence).to(gl.int32)
-    q_len = gl.load(q_offsets + sequence + 1).to(gl.int32) - q_start
-    k_start = gl.load(k_offsets + sequence).to(gl.int32)
-    k_len = gl.load(k_offsets + sequence + 1).to(gl.int32) - k_start
+def _from_the_end(first, length, CAUSAL: gl.constexpr):
+    """First row of a tile of 2M rows; under a causal mask tiles come from the end, where the work is."""
     if CAUSAL:
-        tile = (q_len + 2 * M - 1) // (2 * M) - 1 - tile
-    return head, tile * (2 * M), q_start, q_len, k_start, k_len
+        return ((length + 2 * M - 1) // (2 * M) - 1) * (2 * M) - first
+    else:
+        return first
 
 
 @gluon.jit
@@ -171,6 +165,20 @@ def _hand_back(step, low, high, k_ready, k_empty, v_ready, v_empty, N: gl.conste
 
 
 @gluon.jit
+def _put(tile, base, rows, length, stride, x, D: gl.constexpr):
+    """Write 64 rows of registers to memory by way of a `(64, D)` shared tile that nobody else uses any more."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    gl.thread_barrier()
+    tile.store(x.to(tile.dtype))
+    value = tile.load(layout)
+    rows = rows + gl.arange(0, M, gl.SliceLayout(1, layout))
+    pointers = base + rows[:, None] * stride + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+    gl.store(pointers, value, mask=(rows < length)[:, None])
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _put_zeros(base, begin, length, stride, dtype: gl.constexpr, D: gl.constexpr):
     """Zero the rows `[begin, begin + M)` below `length`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -180,40 +188,87 @@ def _put_zeros(base, begin, length, stride, dtype: gl.constexpr, D: gl.constexpr
 
 
 @gluon.jit
-def _produce(
-    q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP: gl.constexpr, q_head, k_head, v_head, window,
+def _read_tile(records, index, total, H, CAUSAL: gl.constexpr):
+    """Head, first row of the 2M-row tile, and the sequence's spans; harmless past the last tile, so that it can be read ahead."""
+    real = index < total
+    record = records + (index // H) * 8
+    first = gl.load(record + 1, mask=real, other=0)
+    q_start = gl.load(record + 2, mask=real, other=0)
+    q_len = gl.load(record + 3, mask=real, other=0)
+    k_start = gl.load(record + 4, mask=real, other=0)
+    k_len = gl.load(record + 5, mask=real, other=0)
+    return index % H, _from_the_end(first, q_len, CAUSAL), q_start, q_len, k_start, k_len
+
+
+@gluon.jit
+def _produce_tile(
+    q_desc, k_desc, v_desc, head, first, q_start, q_len, k_start, k_len, step, done, tails, GROUP: gl.constexpr, q_head, k_head, v_head, window,
     q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    step = 0  # blocks of keys handed over so far
-    done = 0  # tiles handed over so far
+    """Load a tile and its keys. Returns how many blocks of keys, tiles and tails were handed over so far, which was `step`, `done` and `tails`."""
+    last = gl.minimum(first + 2 * M, q_len)
+    low, high, _a, _b = _key_range(first, last, k_len - q_len, k_len, window, CAUSAL, WINDOW, N)
+    if high > low:
+        for half in gl.static_range(2):
+            slot = 2 * (done & 1) + half
+            mbarrier.wait(q_empty.index(slot), ((done >> 1) & 1) ^ 1)
+            _copy_in(q_desc, q_start + first + half * M, head * q_head, q_ready.index(slot), q_smem.index(slot))
+        done += 1
+        for start in range(low, high, N):
+            stage = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            _copy_in(k_desc, k_start + start, (head // GROUP) * k_head, k_ready.index(stage), k_smem.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            if start + N <= k_len:
+                _copy_in(v_desc, k_start + start, (head // GROUP) * v_head, v_ready.index(stage), v_smem.index(stage))
+            else:
+                _copy_in(v_desc, k_start + start, (head // GROUP) * v_head, tail, v_smem.index(stage))
+                mbarrier.wait(tail, tails & 1)
+                tails += 1
+                _zero_tail(v_smem.index(stage), k_len - start, N, D, WARPS)
+                mbarrier.arrive(v_ready.index(stage))
+            step += 1
+    return step, done, tails
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, out, offsets, num, records, count, counter, total_q, H, GROUP: gl.constexpr, q_head, k_head, v_head, window,
+    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail, ring, item_ready, item_empty,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DRAWN: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    step = 0
+    done = 0
     tails = 0
+    items = 0
     total = gl.load(count) * H
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        head, first, q_start, q_len, k_start, k_len = _read_tile(q_offsets, k_offsets, tiles, index, total, H, CAUSAL)
-        last = gl.minimum(first + 2 * M, q_len)
-        low, high, _a, _b = _key_range(first, last, k_len - q_len, k_len, window, CAUSAL, WINDOW, N)
-        if high > low:
-            for half in gl.static_range(2):
-                slot = 2 * (done & 1) + half
-                mbarrier.wait(q_empty.index(slot), ((done >> 1) & 1) ^ 1)
-                _copy_in(q_desc, q_start + first + half * M, head * q_head, q_ready.index(slot), q_smem.index(slot))
-            done += 1
-            for start in range(low, high, N):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                _copy_in(k_desc, k_start + start, (head // GROUP) * k_head, k_ready.index(stage), k_smem.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                if start + N <= k_len:
-                    _copy_in(v_desc, k_start + start, (head // GROUP) * v_head, v_ready.index(stage), v_smem.index(stage))
-                else:
-                    _copy_in(v_desc, k_start + start, (head // GROUP) * v_head, tail, v_smem.index(stage))
-                    mbarrier.wait(tail, tails & 1)
-                    tails += 1
-                    _zero_tail(v_smem.index(stage), k_len - start, N, D, WARPS)
-                    mbarrier.arrive(v_ready.index(stage))
-                step += 1
+    index = gl.program_id(0)
+    if DRAWN:
+        record = fetch(records, index, total, H, WARPS)
+        ticket = draw(counter, WARPS)
+        while index < total:
+            head, first, q_start, q_len, k_start, k_len = publish(record, items, ring, item_ready, item_empty, WARPS)
+            items += 1
+            index = drawn(ticket, WARPS)
+            record = fetch(records, index, total, H, WARPS)
+            ticket = draw(counter, WARPS)
+            first = _from_the_end(first, q_len, CAUSAL)
+            step, done, tails = _produce_tile(
+                q_desc, k_desc, v_desc, head, first, q_start, q_len, k_start, k_len, step, done, tails, GROUP, q_head, k_head, v_head, window,
+                q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail, CAUSAL, WINDOW, N, D, STAGES, WARPS,
+            )  # fmt: skip
+        publish(record, items, ring, item_ready, item_empty, WARPS)
+        finish(counter, WARPS)
+    else:
+        for place in range(index, total, gl.num_programs(0)):
+            head, first, q_start, q_len, k_start, k_len = _read_tile(records, place, total, H, CAUSAL)
+            step, done, tails = _produce_tile(
+                q_desc, k_desc, v_desc, head, first, q_start, q_len, k_start, k_len, step, done, tails, GROUP, q_head, k_head, v_head, window,
+                q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail, CAUSAL, WINDOW, N, D, STAGES, WARPS,
+            )  # fmt: skip
+    zero_unowned(out, offsets, num, total_q, H, D, WARPS)
 
 
 @gluon.jit
@@ -259,104 +314,129 @@ def _weigh(s, m, norm, start, full_low, full_high, rows, k_len, shift, window, s
 
 
 @gluon.jit
-def _consume(
-    out, lse, q_offsets, k_offsets, tiles, count, total_q, H, window, scale, inv_divisor,
+def _consume_tile(
+    out, lse, head, first, q_start, q_len, k_len, step, done, total_q, H, window, scale, inv_divisor,
     q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
     HALF: gl.constexpr, KIND: gl.constexpr, APPROX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Half a tile's outputs. Returns how many blocks of keys and tiles were used so far, which was `step` and `done`."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = v_smem.dtype
-    step = 0
-    done = 0
-    total = gl.load(count) * H
-    # the next tile's numbers are fetched while this one computes: two dependent reads would cost about a microsecond a tile
-    head_next, first_next, q_start_next, q_len_next, _k, k_len_next = _read_tile(
-        q_offsets, k_offsets, tiles, gl.program_id(0), total, H, CAUSAL
-    )
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        head, first, q_start, q_len, k_len = head_next, first_next, q_start_next, q_len_next, k_len_next
-        head_next, first_next, q_start_next, q_len_next, _k, k_len_next = _read_tile(
-            q_offsets, k_offsets, tiles, index + gl.num_programs(0), total, H, CAUSAL
-        )
-        last = gl.minimum(first + 2 * M, q_len)
-        shift = k_len - q_len
-        low, high, full_low, full_high = _key_range(first, last, shift, k_len, window, CAUSAL, WINDOW, N)
-        begin = first + HALF * M
-        rows = begin + gl.arange(0, M, gl.SliceLayout(1, s_layout))
-        acc = gl.zeros([M, D], gl.float32, o_layout)
-        m = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
-        norm = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
-        if high > low:
-            slot = 2 * (done & 1) + HALF
-            mbarrier.wait(q_ready.index(slot), (done >> 1) & 1)
-            if begin < q_len:
-                q = q_smem.index(slot)
-                empty_scores = gl.zeros([M, N], gl.float32, s_layout)
+    last = gl.minimum(first + 2 * M, q_len)
+    shift = k_len - q_len
+    low, high, full_low, full_high = _key_range(first, last, shift, k_len, window, CAUSAL, WINDOW, N)
+    begin = first + HALF * M
+    rows = begin + gl.arange(0, M, gl.SliceLayout(1, s_layout))
+    acc = gl.zeros([M, D], gl.float32, o_layout)
+    m = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    norm = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
+    if high > low:
+        slot = 2 * (done & 1) + HALF
+        mbarrier.wait(q_ready.index(slot), (done >> 1) & 1)
+        if begin < q_len:
+            q = q_smem.index(slot)
+            empty_scores = gl.zeros([M, N], gl.float32, s_layout)
+            stage = step % STAGES
+            mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
+            token = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), empty_scores, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[token])
+            mbarrier.arrive(k_empty.index(stage))
+            p, m, norm, alpha = _weigh(s, m, norm, low, full_low, full_high, rows, k_len, shift, window, scale,
+                                    KIND, APPROX, CAUSAL, WINDOW, N, s_layout)  # fmt: skip
+            p = gl.convert_layout(p.to(dtype), p_layout)
+            for start in range(low + N, high, N):
+                before = stage
+                before_phase = (step // STAGES) & 1
+                step += 1
                 stage = step % STAGES
                 mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
                 token = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), empty_scores, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(0, deps=[token])
+                mbarrier.wait(v_ready.index(before), before_phase)
+                out_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[token])
                 mbarrier.arrive(k_empty.index(stage))
-                p, m, norm, alpha = _weigh(s, m, norm, low, full_low, full_high, rows, k_len, shift, window, scale,
-                                        KIND, APPROX, CAUSAL, WINDOW, N, s_layout)  # fmt: skip
-                p = gl.convert_layout(p.to(dtype), p_layout)
-                for start in range(low + N, high, N):
-                    before = stage
-                    before_phase = (step // STAGES) & 1
-                    step += 1
-                    stage = step % STAGES
-                    mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
-                    token = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), empty_scores, use_acc=False, is_async=True)
-                    mbarrier.wait(v_ready.index(before), before_phase)
-                    out_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-                    s = warpgroup_mma_wait(1, deps=[token])
-                    mbarrier.arrive(k_empty.index(stage))
-                    p_next, m, norm, alpha = _weigh(s, m, norm, start, full_low, full_high, rows, k_len, shift, window, scale,
-                                                 KIND, APPROX, CAUSAL, WINDOW, N, s_layout)  # fmt: skip
-                    acc = warpgroup_mma_wait(0, deps=[out_token])
-                    mbarrier.arrive(v_empty.index(before))
-                    if KIND == "softmax":
-                        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-                    p = gl.convert_layout(p_next.to(dtype), p_layout)
-                mbarrier.arrive(q_empty.index(slot))
-                mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
-                out_token = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+                p_next, m, norm, alpha = _weigh(s, m, norm, start, full_low, full_high, rows, k_len, shift, window, scale,
+                                             KIND, APPROX, CAUSAL, WINDOW, N, s_layout)  # fmt: skip
                 acc = warpgroup_mma_wait(0, deps=[out_token])
-                mbarrier.arrive(v_empty.index(stage))
-                step += 1
-            else:  # no row of this consumer is left: only hand the buffers back
-                mbarrier.arrive(q_empty.index(slot))
-                step = _hand_back(step, low, high, k_ready, k_empty, v_ready, v_empty, N, STAGES)
-            done += 1
-        if begin < q_len:
-            if KIND == "softmax":
-                factor = 1.0 / gl.where(norm == 0, 1.0, norm)
-                acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
-                stats = lse + head.to(gl.int64) * total_q + q_start
-                gl.store(stats + rows, (m * scale + gl.log2(norm)) * 0.6931471805599453, mask=rows < q_len)
-            else:
-                acc = acc * inv_divisor
-            result = gl.convert_layout(acc.to(dtype), store_layout)
-            o_rows = begin + gl.arange(0, M, gl.SliceLayout(1, store_layout))
-            columns = gl.arange(0, D, gl.SliceLayout(0, store_layout))
-            base = out + q_start.to(gl.int64) * (H * D) + head * D
-            pointers = base + o_rows[:, None] * (H * D) + columns[None, :]
-            gl.store(pointers, result, mask=(o_rows < q_len)[:, None])
+                mbarrier.arrive(v_empty.index(before))
+                if KIND == "softmax":
+                    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
+                p = gl.convert_layout(p_next.to(dtype), p_layout)
+            mbarrier.arrive(q_empty.index(slot))
+            mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
+            out_token = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[out_token])
+            mbarrier.arrive(v_empty.index(stage))
+            step += 1
+        else:  # no row of this consumer is left: only hand the buffers back
+            mbarrier.arrive(q_empty.index(slot))
+            step = _hand_back(step, low, high, k_ready, k_empty, v_ready, v_empty, N, STAGES)
+        done += 1
+    if begin < q_len:
+        if KIND == "softmax":
+            factor = 1.0 / gl.where(norm == 0, 1.0, norm)
+            acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
+            stats = lse + head.to(gl.int64) * total_q + q_start
+            gl.store(stats + rows, (m * scale + gl.log2(norm)) * 0.6931471805599453, mask=rows < q_len)
+        else:
+            acc = acc * inv_divisor
+        result = gl.convert_layout(acc.to(dtype), store_layout)
+        o_rows = begin + gl.arange(0, M, gl.SliceLayout(1, store_layout))
+        columns = gl.arange(0, D, gl.SliceLayout(0, store_layout))
+        base = out + q_start.to(gl.int64) * (H * D) + head * D
+        pointers = base + o_rows[:, None] * (H * D) + columns[None, :]
+        gl.store(pointers, result, mask=(o_rows < q_len)[:, None])
+    return step, done
 
 
-@gluon.jit(do_not_specialize=["total_q", "window"])
+@gluon.jit
+def _consume(
+    out, lse, records, count, total_q, H, window, scale, inv_divisor,
+    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, ring, item_ready, item_empty,
+    HALF: gl.constexpr, KIND: gl.constexpr, APPROX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DRAWN: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    step = 0
+    done = 0
+    if DRAWN:
+        items = 0
+        head, first, q_start, q_len, _k, k_len = take(items, ring, item_ready, item_empty, 4)
+        while head >= 0:
+            first = _from_the_end(first, q_len, CAUSAL)
+            step, done = _consume_tile(
+                out, lse, head, first, q_start, q_len, k_len, step, done, total_q, H, window, scale, inv_divisor,
+                q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, HALF, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES,
+            )  # fmt: skip
+            items += 1
+            head, first, q_start, q_len, _k, k_len = take(items, ring, item_ready, item_empty, 4)
+    else:
+        total = gl.load(count) * H
+        # the next tile's numbers are fetched while this one computes
+        head_next, first_next, q_start_next, q_len_next, _k, k_len_next = _read_tile(records, gl.program_id(0), total, H, CAUSAL)
+        for index in range(gl.program_id(0), total, gl.num_programs(0)):
+            head, first, q_start, q_len, k_len = head_next, first_next, q_start_next, q_len_next, k_len_next
+            head_next, first_next, q_start_next, q_len_next, _k, k_len_next = _read_tile(records, index + gl.num_programs(0), total, H, CAUSAL)
+            step, done = _consume_tile(
+                out, lse, head, first, q_start, q_len, k_len, step, done, total_q, H, window, scale, inv_divisor,
+                q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, HALF, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES,
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num", "total_q", "window"])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, GROUP: gl.constexpr,
+    q_desc, k_desc, v_desc, out, lse, offsets, num, records, count, counter, total_q, H, GROUP: gl.constexpr,
     q_head, k_head, v_head, window, scale, inv_divisor,
-    KIND: gl.constexpr, APPROX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    KIND: gl.constexpr, APPROX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DRAWN: gl.constexpr,
     N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over `tiles` (2M query rows each) of every head. Scores scale by `scale` > 0 (base 2 for softmax)."""
+    """Persistent over `records` (`_tiles.ranked_tiles`, 2M query rows each) of every head; zeroes the rows of `out` that none of the `num`
+    sequences owns. Scores scale by `scale` > 0 (base 2 for softmax). DRAWN: programs draw their tiles, else each has an even share.
+    """
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [4, M, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, N, D], v_desc.layout)
@@ -367,6 +447,9 @@ def hopper_forward_kernel(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ring, item_ready, item_empty = tail, tail, tail
+    if DRAWN:
+        ring, item_ready, item_empty = allocate(2)
     mbarrier.init(tail, count=1)
     for slot in gl.static_range(4):  # two tiles of two halves: the next tile's queries load while this tile's are in use
         mbarrier.init(q_ready.index(slot), count=1)
@@ -379,14 +462,15 @@ def hopper_forward_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (out, lse, q_offsets, k_offsets, tiles, count, total_q, H, window, scale, inv_divisor,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        0, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES)),
-            (_consume, (out, lse, q_offsets, k_offsets, tiles, count, total_q, H, window, scale, inv_divisor,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        1, KIND, APPROX, CAUSAL, WINDOW, N, D, STAGES)),
-            (_produce, (q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP, q_head, k_head, v_head, window,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail, CAUSAL, WINDOW, N, D, STAGES, 4)),
+            (_consume, (out, lse, records, count, total_q, H, window, scale, inv_divisor,
+                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, ring, item_ready, item_empty,
+                        0, KIND, APPROX, CAUSAL, WINDOW, DRAWN, N, D, STAGES)),
+            (_consume, (out, lse, records, count, total_q, H, window, scale, inv_divisor,
+                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, ring, item_ready, item_empty,
+                        1, KIND, APPROX, CAUSAL, WINDOW, DRAWN, N, D, STAGES)),
+            (_produce, (q_desc, k_desc, v_desc, out, offsets, num, records, count, counter, total_q, H, GROUP, q_head, k_head, v_head, window,
+                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail, ring, item_ready, item_empty,
+                        CAUSAL, WINDOW, DRAWN, N, D, STAGES, 4)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -1,12 +1,15 @@
-"""Gluon forward kernel for Hopper where all keys of a sequence fit shared memory: tiles of 64 query rows are dealt out to the consumers in turn.
+"""Gluon forward kernel for Hopper where all keys of a sequence fit shared memory: tiles of 64 query rows are dealt out to three consumers in turn.
 
 As `_attention_hopper`, with these differences. The keys of an item (up to TILES * CONSUMERS tiles of one sequence and head) are loaded once
 and stay until its last tile is done. Tiles are numbered through all items of a program and tile n goes to consumer n % CONSUMERS, so that
 short sequences leave no consumer without work: while one finishes an item's last tile, the others are at the next item. A helper partition
 zeroes foreign values of a sequence's last block of keys. Results leave by way of the queries' shared memory.
 
-Triton 3.6's loop-aware CSE drops a loop-carried value that is used only as a bound of an inner loop (the first iteration's stays), so inner
-loops count to a constant and test inside.
+A consumer holds its queries in registers, which halves what a product of 64 by 64 reads of shared memory, and waits for each product: the others
+compute meanwhile. Blocks that overlap within a consumer made the code of three of them too large for the instruction cache: a quarter of all stalls
+waited for instructions [H200].
+
+Inner loops count to a constant and test inside because of Triton's loop-aware CSE (`_attention_hopper_queries`).
 """
 
 from triton.experimental import gluon
@@ -14,55 +17,35 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from kernels._attention_hopper import M, _copy_in, _hand_back, _key_range, _put_zeros, _weigh, _zero_tail
-from kernels._attention_hopper_pair import _put
+from kernels._attention_hopper import M, _copy_in, _hand_back, _key_range, _put, _put_zeros, _weigh, _zero_tail
+from kernels._hopper_queue import allocate, draw, drawn, fetch, finish, publish, take, zero_unowned
 
-
-@gluon.jit
-def _read_item(q_offsets, k_offsets, tiles, index, total, H, ROWS: gl.constexpr):
-    """Head, first row of the item, and the sequence's spans; harmless past the last item, so that it can be read ahead.
-
-    Items stand by falling work: every other round of the programs goes through them backwards, so that the first program does not get most.
-    """
-    real = index < total
-    programs = gl.num_programs(0)
-    round_end = (index // programs + 1) * programs
-    back = ((index // programs) % 2 == 1) & (round_end <= total)
-    index = gl.where(back, 2 * round_end - programs - 1 - index, index)
-    head = index % H
-    entry = index // H
-    sequence = gl.load(tiles + 2 * entry, mask=real, other=0)
-    item = gl.load(tiles + 2 * entry + 1, mask=real, other=0)
-    q_start = gl.load(q_offsets + sequence).to(gl.int32)
-    q_len = gl.load(q_offsets + sequence + 1).to(gl.int32) - q_start
-    k_start = gl.load(k_offsets + sequence).to(gl.int32)
-    k_len = gl.load(k_offsets + sequence + 1).to(gl.int32) - k_start
-    return head, item * ROWS, q_start, q_len, k_start, k_len
+CONSUMERS = gl.constexpr(3)
 
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP: gl.constexpr, q_head, k_head, v_head,
-    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail,
-    N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+    q_desc, k_desc, v_desc, out, offsets, num, records, count, counter, total_q, H, GROUP: gl.constexpr, q_head, k_head, v_head,
+    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail, ring, item_ready, item_empty,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = CONSUMERS * TILES * M
     step = 0  # blocks of keys handed over so far
     done = 0  # tiles handed over so far
+    items = 0
     total = gl.load(count) * H
-    head_next, origin_next, q_start_next, q_len_next, k_start_next, k_len_next = _read_item(
-        q_offsets, k_offsets, tiles, gl.program_id(0), total, H, ROWS
-    )
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        head, origin, q_start, q_len, k_start, k_len = head_next, origin_next, q_start_next, q_len_next, k_start_next, k_len_next
-        head_next, origin_next, q_start_next, q_len_next, k_start_next, k_len_next = _read_item(
-            q_offsets, k_offsets, tiles, index + gl.num_programs(0), total, H, ROWS
-        )
+    index = gl.program_id(0)
+    record = fetch(records, index, total, H, WARPS)
+    ticket = draw(counter, WARPS)
+    while index < total:
+        head, origin, q_start, q_len, k_start, k_len = publish(record, items, ring, item_ready, item_empty, WARPS)
+        items += 1
+        index = drawn(ticket, WARPS)
+        record = fetch(records, index, total, H, WARPS)
+        ticket = draw(counter, WARPS)
         low, high, _a, _b = _key_range(origin, q_len, k_len - q_len, k_len, 0, False, False, N)
         for part in range(CONSUMERS * TILES):
             first = origin + part * M
@@ -87,19 +70,21 @@ def _produce(
                     else:  # the helper zeroes foreign values and hands the tile over
                         _copy_in(v_desc, row, column, tail.index(stage), v_smem.index(stage))
                     step += 1
+    publish(record, items, ring, item_ready, item_empty, WARPS)
+    finish(counter, WARPS)
+    zero_unowned(out, offsets, num, total_q, H, D, WARPS)
 
 
 @gluon.jit
 def _help(
-    q_offsets, k_offsets, tiles, count, H, v_smem, v_ready, tail,
-    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TILES: gl.constexpr, HELPERS: gl.constexpr,
+    v_smem, v_ready, tail, ring, item_ready, item_empty,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, HELPERS: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = CONSUMERS * TILES * M
     step = 0
     seen = 0  # bit s: parity of the tails that went through stage s
-    total = gl.load(count) * H
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        _h, origin, _q, q_len, _k, k_len = _read_item(q_offsets, k_offsets, tiles, index, total, H, ROWS)
+    items = 0
+    head, origin, _q, q_len, _k, k_len = take(items, ring, item_ready, item_empty, HELPERS)
+    while head >= 0:
         blocks = (k_len + N - 1) // N
         start = (blocks - 1) * N
         for tile in range(TILES):
@@ -111,34 +96,27 @@ def _help(
                     seen = seen ^ (1 << stage)
                     _zero_tail(v_smem.index(stage), k_len - start, N, D, HELPERS)
                     mbarrier.arrive(v_ready.index(stage))
+        items += 1
+        head, origin, _q, q_len, _k, k_len = take(items, ring, item_ready, item_empty, HELPERS)
 
 
 @gluon.jit
 def _consume(
-    out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
-    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+    out, lse, total_q, H, scale, inv_divisor,
+    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, ring, item_ready, item_empty,
     PART: gl.constexpr, KIND: gl.constexpr, APPROX: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-    STORE: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = CONSUMERS * TILES * M
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = v_smem.dtype
     step = 0  # blocks of keys of the items before
     done = 0  # tiles of the items before
-    total = gl.load(count) * H
+    items = 0
     empty_scores = gl.zeros([M, N], gl.float32, s_layout)
-    # the next item's numbers are fetched while this one computes: two dependent reads would cost about a microsecond an item
-    head_next, origin_next, q_start_next, q_len_next, _k, k_len_next = _read_item(
-        q_offsets, k_offsets, tiles, gl.program_id(0), total, H, ROWS
-    )
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        head, origin, q_start, q_len, k_len = head_next, origin_next, q_start_next, q_len_next, k_len_next
-        head_next, origin_next, q_start_next, q_len_next, _k, k_len_next = _read_item(
-            q_offsets, k_offsets, tiles, index + gl.num_programs(0), total, H, ROWS
-        )
+    head, origin, q_start, q_len, _k, k_len = take(items, ring, item_ready, item_empty, 4)
+    while head >= 0:
         low, high, full_low, full_high = _key_range(origin, q_len, k_len - q_len, k_len, 0, False, False, N)
         base = out + q_start.to(gl.int64) * (H * D) + head * D
         stats = lse + head.to(gl.int64) * total_q + q_start
@@ -158,57 +136,33 @@ def _consume(
                     acc = gl.zeros([M, D], gl.float32, o_layout)
                     m = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
                     norm = gl.zeros([M], gl.float32, gl.SliceLayout(1, s_layout))
-                    q = q_smem.index(slot)
+                    q_tile = q_smem.index(slot)
+                    q = q_tile.load(gl.DotOperandLayout(0, s_layout, 2))
                     block = step
-                    stage = block % STAGES
-                    mbarrier.wait(k_ready.index(stage), (block // STAGES) & 1)
-                    token = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), empty_scores, use_acc=False, is_async=True)
-                    s = warpgroup_mma_wait(0, deps=[token])
-                    mbarrier.arrive(k_empty.index(stage), pred=release)
-                    p, m, norm, alpha = _weigh(s, m, norm, low, full_low, full_high, rows, k_len, 0, 0, scale,
-                                            KIND, APPROX, False, False, N, s_layout)  # fmt: skip
-                    p = gl.convert_layout(p.to(dtype), p_layout)
-                    for start in range(low + N, high, N):
-                        before = stage
-                        before_phase = (block // STAGES) & 1
-                        block += 1
+                    for start in range(low, high, N):
                         stage = block % STAGES
-                        mbarrier.wait(k_ready.index(stage), (block // STAGES) & 1)
+                        phase = (block // STAGES) & 1
+                        mbarrier.wait(k_ready.index(stage), phase)
                         token = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), empty_scores, use_acc=False, is_async=True)
-                        mbarrier.wait(v_ready.index(before), before_phase)
-                        out_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-                        s = warpgroup_mma_wait(1, deps=[token])
+                        s = warpgroup_mma_wait(0, deps=[token])
                         mbarrier.arrive(k_empty.index(stage), pred=release)
-                        p_next, m, norm, alpha = _weigh(s, m, norm, start, full_low, full_high, rows, k_len, 0, 0, scale,
-                                                     KIND, APPROX, False, False, N, s_layout)  # fmt: skip
-                        acc = warpgroup_mma_wait(0, deps=[out_token])
-                        mbarrier.arrive(v_empty.index(before), pred=release)
+                        p, m, norm, alpha = _weigh(s, m, norm, start, full_low, full_high, rows, k_len, 0, 0, scale,
+                                                KIND, APPROX, False, False, N, s_layout)  # fmt: skip
                         if KIND == "softmax":
                             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-                        p = gl.convert_layout(p_next.to(dtype), p_layout)
-                    mbarrier.wait(v_ready.index(stage), (block // STAGES) & 1)
-                    out_token = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, deps=[out_token])
-                    mbarrier.arrive(v_empty.index(stage), pred=release)
+                        p = gl.convert_layout(p.to(dtype), p_layout)
+                        mbarrier.wait(v_ready.index(stage), phase)
+                        out_token = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+                        acc = warpgroup_mma_wait(0, deps=[out_token])
+                        mbarrier.arrive(v_empty.index(stage), pred=release)
+                        block += 1
                     if KIND == "softmax":
                         factor = 1.0 / gl.where(norm == 0, 1.0, norm)
                         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
                         gl.store(stats + rows, (m * scale + gl.log2(norm)) * 0.6931471805599453, mask=rows < q_len)
                     else:
                         acc = acc * inv_divisor
-                    if STORE:
-                        if begin + M <= q_len:
-                            gl.thread_barrier()
-                            q.store(acc.to(dtype))
-                            fence_async_shared()
-                            gl.thread_barrier()
-                            tma.async_copy_shared_to_global(out_desc, [q_start + begin, head * D], q)
-                            tma.store_wait(0)
-                            gl.thread_barrier()
-                        else:
-                            _put(q, base, begin, q_len, H * D, acc, D)
-                    else:
-                        _put(q, base, begin, q_len, H * D, acc, D)
+                    _put(q_tile, base, begin, q_len, H * D, acc, D)
                     mbarrier.arrive(q_empty.index(slot))
                     if not resident:
                         step += blocks
@@ -228,21 +182,22 @@ def _consume(
                         nowhere = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
                         gl.store(stats + rows, nowhere, mask=rows < q_len)
                     _put_zeros(base, begin, q_len, H * D, dtype, D)
+        items += 1
+        head, origin, q_start, q_len, _k, k_len = take(items, ring, item_ready, item_empty, 4)
 
 
-@gluon.jit(do_not_specialize=["total_q"])
+@gluon.jit(do_not_specialize=["num", "total_q"])
 def hopper_units_kernel(
-    q_desc, k_desc, v_desc, out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, GROUP: gl.constexpr,
+    q_desc, k_desc, v_desc, out, lse, offsets, num, records, count, counter, total_q, H, GROUP: gl.constexpr,
     q_head, k_head, v_head, scale, inv_divisor, KIND: gl.constexpr, APPROX: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
-    STORE: gl.constexpr,
-    PRODUCERS: gl.constexpr, HELPERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+    PRODUCERS: gl.constexpr, HELPERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over `tiles` (items of TILES * CONSUMERS * M query rows) of every head. Scores scale by `scale` > 0 (base 2 for softmax).
+    """Persistent over `records` (`_tiles.ranked_tiles`, items of TILES * CONSUMERS * M query rows) of every head; zeroes the rows of `out` that
+    none of the `num` sequences owns. Scores scale by `scale` > 0 (base 2 for softmax).
 
     Up to STAGES * N keys of a sequence stay for an item, more are read again for every CONSUMERS tiles; SLOTS >= CONSUMERS tiles are in flight.
-    STORE: whole tiles leave by TMA.
     """
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, M, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, N, D], k_desc.layout)
@@ -254,6 +209,7 @@ def hopper_units_kernel(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     tail = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring, item_ready, item_empty = allocate(CONSUMERS + 1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(q_ready.index(slot), count=1)
         mbarrier.init(q_empty.index(slot), count=1)
@@ -264,40 +220,22 @@ def hopper_units_kernel(
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
         mbarrier.init(tail.index(stage), count=1)
     fence_async_shared()
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        0, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
-                (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        1, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
-                (_produce, (q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP, q_head, k_head, v_head,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail,
-                        N, STAGES, CONSUMERS, TILES, SLOTS)),
-                (_help, (q_offsets, k_offsets, tiles, count, H, v_smem, v_ready, tail, N, D, STAGES, CONSUMERS, TILES, HELPERS)),
-            ],
-            [4, PRODUCERS, HELPERS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        0, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
-                (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        1, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
-                (_consume, (out_desc, out, lse, q_offsets, k_offsets, tiles, count, total_q, H, scale, inv_divisor,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                        2, KIND, APPROX, N, D, STAGES, CONSUMERS, TILES, SLOTS, STORE)),
-                (_produce, (q_desc, k_desc, v_desc, q_offsets, k_offsets, tiles, count, H, GROUP, q_head, k_head, v_head,
-                        q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail,
-                        N, STAGES, CONSUMERS, TILES, SLOTS)),
-                (_help, (q_offsets, k_offsets, tiles, count, H, v_smem, v_ready, tail, N, D, STAGES, CONSUMERS, TILES, HELPERS)),
-            ],
-            [4, 4, PRODUCERS, HELPERS],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (out, lse, total_q, H, scale, inv_divisor,
+                    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, ring, item_ready, item_empty,
+                    0, KIND, APPROX, N, D, STAGES, TILES, SLOTS)),
+            (_consume, (out, lse, total_q, H, scale, inv_divisor,
+                    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, ring, item_ready, item_empty,
+                    1, KIND, APPROX, N, D, STAGES, TILES, SLOTS)),
+            (_consume, (out, lse, total_q, H, scale, inv_divisor,
+                    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, ring, item_ready, item_empty,
+                    2, KIND, APPROX, N, D, STAGES, TILES, SLOTS)),
+            (_produce, (q_desc, k_desc, v_desc, out, offsets, num, records, count, counter, total_q, H, GROUP, q_head, k_head, v_head,
+                    q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, tail, ring, item_ready, item_empty,
+                    N, D, STAGES, TILES, SLOTS, PRODUCERS)),
+            (_help, (v_smem, v_ready, tail, ring, item_ready, item_empty, N, D, STAGES, TILES, HELPERS)),
+        ],
+        [4, 4, PRODUCERS, HELPERS],
+        [160, 160, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

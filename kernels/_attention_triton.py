@@ -5,7 +5,7 @@ Nothing here reads a tensor's values, so nothing synchronises. Tiles depend on d
 
 Paths of the backward, all without atomics across programs, so that results repeat bitwise:
     few            few queries (max_q <= 64): one pass over the keys per (sequence, head)                       5 products
-    hopper         dQ, then dK and dV, `_attention_hopper_pair`                                                 7 products
+    hopper         dQ (`_attention_hopper_queries`), then dK and dV (`_attention_hopper_keys`)                  7 products
     wide           heads of 256: dV, dK and dQ one after the other, `_attention_wide`                            8 products
     split          the same in Triton: bias, float32, head dims below 64, other GPUs                             7 products
 

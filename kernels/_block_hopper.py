@@ -16,8 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels._attention_hopper import M, _zero_tail
-from kernels._attention_hopper_pair import _put
+from kernels._attention_hopper import M, _put, _zero_tail
 
 
 @gluon.jit

@@ -7,6 +7,8 @@ beyond 32 bits, the values of constexprs.
 """
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -27,6 +29,27 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is not below `n` >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+def place(device: torch.device) -> tuple[int, int | None]:
+    """The current stream of a device and, while it is captured, the number of the capture; 0 and None for a CPU."""
+    if device.type != "cuda":
+        return 0, None
+    stream = _raw_stream(device.index)
+    return stream, _capture(stream) if torch.cuda.is_current_stream_capturing() else None
+
+
+def _capture(stream: int) -> int:
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    error = _driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo failed with {error}")
+    return number.value
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def launch(kernel: Any, grid: int, args: tuple, constants: tuple, *, num_warps: int, key: Hashable = None, **options: Any) -> None:

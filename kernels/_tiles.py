@@ -4,9 +4,10 @@ Tile slots. A sequence of rows `[o_b, o_{b+1})` owns the slots from `o_b // BM +
 fewer than its `ceil(length / BM)` tiles, so the number of slots, `total // BM + B`, is known on the host and no prefix sum is
 needed; a slot past its sequence's tiles is empty and its program returns at once.
 
-A map of a sequence with itself is kept beside its offsets: the layers of a step, and their backward, ask for the same one.
+Maps are kept beside the offsets that they are made of: the layers of a step, and their backward, ask for the same ones.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,21 +16,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._launch import cdiv, next_power_of_2, run
+from kernels._launch import cdiv, next_power_of_2, place, run
 
 SEARCH = 256  # slots per program of the map kernel: one warp-wide binary search each, about 3 us in all
 RANKED = 4096  # above so many sequences the longest one is small beside the whole, and ranking (quadratic) would cost more than it saves
 
 
-def _kept(offsets: Tensor, key: tuple, make: Callable[[], Any]) -> Any:
-    """What `make` makes of offsets alone, made once for these offsets: kept as an attribute, gone when they are or when they change."""
-    if offsets.is_inference():  # whose changes are not counted
+def _kept(offsets: Tensor, key: tuple, make: Callable[[], Any], other: Tensor | None = None) -> Any:
+    """What `make` makes of `offsets` (and `other` offsets) alone, made once for these: kept as an attribute, gone when they are or when they change.
+
+    Once a stream, which nothing else orders behind the launch that made it, and once a capture: a graph makes its own, of what the offsets are
+    when it is replayed.
+    """
+    other = offsets if other is None else other
+    if offsets.is_inference() or other.is_inference():  # whose changes are not counted
         return make()
     maps = offsets.__dict__.setdefault("_maps", {})
-    key = (*key, offsets._version)
-    if key not in maps:
-        maps[key] = make()
-    return maps[key]
+    key = (*key, offsets._version, id(other), other._version, *place(offsets.device))
+    kept = maps.get(key)
+    if kept is None or kept[0]() is not other:  # another tensor may live where the first one did
+        kept = maps[key] = (weakref.ref(other), make())
+    return kept[1]
 
 
 def tile_map(offsets: Tensor, rows: int, block: int, out: Tensor | None = None) -> Tensor:
@@ -64,9 +71,7 @@ def zero_unowned(offsets: Tensor, *tensors: Tensor) -> None:
 
 def longest_first(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
     """`(B,)` int32: sequences by falling Lq * Lk, ties by index, so that the programs that take longest start first."""
-    if q_offsets is not k_offsets:
-        return _longest_first(q_offsets, k_offsets)
-    return _kept(q_offsets, ("longest",), lambda: _longest_first(q_offsets, k_offsets))
+    return _kept(q_offsets, ("longest",), lambda: _longest_first(q_offsets, k_offsets), k_offsets)
 
 
 def _longest_first(q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
@@ -141,35 +146,25 @@ def _work(q_offsets, k_offsets, index, num):
     return q_len.to(tl.int64) * k_len.to(tl.int64)
 
 
-def ranked_tiles(q_offsets: Tensor, k_offsets: Tensor, rows: int, block: int, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Exact tile list for persistent kernels: `(capacity, 2)` int32 pairs (sequence, tile) and their `(1,)` count.
+def ranked_tiles(q_offsets: Tensor, k_offsets: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor]:
+    """Exact tile list for persistent kernels: `(capacity, 8)` int32 records and their `(1,)` count, kept beside the offsets.
 
-    Sequences stand by falling Lq * Lk, so programs that take every n-th tile carry nearly equal work. Up to `RANKED` sequences.
-    Zeroes `out`'s rows that no sequence owns.
+    A record: nothing, the tile's first row within its sequence, the sequence's first row and its length, its first key and the number of its keys,
+    twice nothing. Sequences stand by falling Lq * Lk, so that what is handed out last takes least. Up to `RANKED` sequences.
     """
-    if out is not None or q_offsets is not k_offsets:
-        return _ranked_tiles(q_offsets, k_offsets, rows, block, out)
-    return _kept(q_offsets, ("ranked", rows, block), lambda: _ranked_tiles(q_offsets, k_offsets, rows, block, None))
+    return _kept(q_offsets, ("ranked", rows, block), lambda: _ranked_tiles(q_offsets, k_offsets, rows, block), k_offsets)
 
 
-def _ranked_tiles(q_offsets: Tensor, k_offsets: Tensor, rows: int, block: int, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def _ranked_tiles(q_offsets: Tensor, k_offsets: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor]:
     num = q_offsets.shape[0] - 1
-    tiles = torch.empty((rows // block + num, 2), dtype=torch.int32, device=q_offsets.device)
+    records = torch.empty((rows // block + num, 8), dtype=torch.int32, device=q_offsets.device)
     count = torch.empty(1, dtype=torch.int32, device=q_offsets.device)
-    width = 0 if out is None else out.shape[1] * out.shape[2]
-    run(
-        _ranked_tiles_kernel, (cdiv(num, 16),),
-        q_offsets, k_offsets, tiles, count, tiles if out is None else out, num, rows,
-        block, width, next_power_of_2(max(width, 1)), 16, 256, num_warps=4,
-    )  # fmt: skip
-    return tiles, count
+    run(_ranked_tiles_kernel, (cdiv(num, 16),), q_offsets, k_offsets, records, count, num, block, 16, 256, num_warps=4)
+    return records, count
 
 
-@triton.jit(do_not_specialize=["num", "rows"])
-def _ranked_tiles_kernel(
-    q_offsets, k_offsets, tiles, count, out, num, rows,
-    TILE: tl.constexpr, width, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["num"])
+def _ranked_tiles_kernel(q_offsets, k_offsets, records, count, num, TILE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     work = _work(q_offsets, k_offsets, mine, num)
     base = tl.zeros([BLOCK], tl.int32)  # tiles of the sequences that stand before mine
@@ -179,16 +174,25 @@ def _ranked_tiles_kernel(
         ahead = (theirs[None, :] > work[:, None]) | ((theirs[None, :] == work[:, None]) & (other[None, :] < mine[:, None]))
         base += tl.sum(tl.where(ahead & (other[None, :] < num), _num_tiles(q_offsets, other, num, TILE)[None, :], 0), axis=1)
     own = _num_tiles(q_offsets, mine, num, TILE)
+    q_start, q_end = _span(q_offsets, mine, num)
+    k_start, k_end = _span(k_offsets, mine, num)
+    place = tl.arange(0, 8)[None, :]
+    record = tl.where(place == 2, q_start[:, None], tl.where(place == 3, (q_end - q_start)[:, None], 0))
+    record = tl.where(place == 4, k_start[:, None], tl.where(place == 5, (k_end - k_start)[:, None], record))
     for tile in range(0, tl.max(own, axis=0)):
-        tl.store(tiles + 2 * (base + tile), mine, mask=tile < own)
-        tl.store(tiles + 2 * (base + tile) + 1, tl.zeros_like(mine) + tile, mask=tile < own)
+        target = records + 8 * (base + tile)[:, None] + place
+        tl.store(target, tl.where(place == 1, tile * TILE, record), mask=(tile < own)[:, None])
     if tl.program_id(0) == 0:
         total = tl.zeros([STEP], tl.int32)
         for start in range(0, num, STEP):
             total += _num_tiles(q_offsets, start + tl.arange(0, STEP), num, TILE)
         tl.store(count, tl.sum(total, axis=0))
-    if width > 0:
-        _zero_rows(out, tl.load(q_offsets).to(tl.int32), tl.load(q_offsets + num).to(tl.int32), rows, width, WIDTH)
+
+
+@triton.jit
+def _span(offsets, index, num):
+    inside = index < num
+    return tl.load(offsets + index, mask=inside, other=0).to(tl.int32), tl.load(offsets + index + 1, mask=inside, other=0).to(tl.int32)
 
 
 @triton.jit

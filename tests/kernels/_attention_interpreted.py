@@ -8,6 +8,7 @@ import torch
 from kernels import _attention_cpu, _attention_triton, _block_triton, _fp8_attention_triton
 from kernels._attention_cpu import AttentionOptions
 from kernels._attention_triton import Tiles
+from kernels._tiles import ranked_tiles
 from kernels.block_attention import _cpu_forward, block_edges
 from kernels.fp8_attention import fp8_attention_forward
 
@@ -73,6 +74,26 @@ def check_kept_maps() -> None:
     assert len(edges._maps) == 3  # edges += 0 counts as a change
 
 
+def check_ranked_tiles() -> None:
+    """Records against a loop over sequences; kept for the same two offsets, made anew when either changes or is another."""
+    q_lengths, k_lengths = [3, 0, 200, 128, 1, 129, 0, 70], [3, 4, 0, 130, 300, 12, 0, 65]
+    q_edges, k_edges = (torch.tensor([0, *x]).cumsum(0).int() + 2 for x in (q_lengths, k_lengths))
+    records, count = ranked_tiles(q_edges, k_edges, sum(q_lengths) + 4, 128)
+    order = sorted(range(len(q_lengths)), key=lambda i: (-q_lengths[i] * k_lengths[i], i))
+    expected = [
+        [0, first, int(q_edges[i]), q_lengths[i], int(k_edges[i]), k_lengths[i], 0, 0] for i in order for first in range(0, q_lengths[i], 128)
+    ]
+    assert records[: int(count)].tolist() == expected
+    assert ranked_tiles(q_edges, k_edges, sum(q_lengths) + 4, 128)[0] is records
+    for shift in range(1, 4):  # each may get the address of the one before
+        other = k_edges + shift
+        assert ranked_tiles(q_edges, other, sum(q_lengths) + 4, 128)[0][0, 4] == int(other[order[0]])
+        del other
+    k_edges[-1] += 1
+    assert int(ranked_tiles(q_edges, k_edges, sum(q_lengths) + 4, 128)[0][: int(count), 5].max()) == 300
+    assert ranked_tiles(q_edges, k_edges, sum(q_lengths) + 4, 128)[0] is not records
+
+
 def check_fp8(kind: str, causal: bool) -> None:
     """Quantised queries and keys bit by bit; outputs as near as rounded weights allow (the CPU path does not round them)."""
     q, k, v, _, edges = _inputs(kv_heads=1)
@@ -97,6 +118,7 @@ def main() -> int:
     check_attention("gelu", False, 0, "wide", split=True)
     check_blocks()
     check_kept_maps()
+    check_ranked_tiles()
     check_fp8("softmax", True)
     check_fp8("silu", False)
     return 0

@@ -141,15 +141,17 @@ class Barrier:
 
 
 class Machine:
-    """One program at a time; its partitions run in threads that hand a baton around at random."""
+    """Partitions of all programs run in threads that hand a baton around at random."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
-        self.program, self.programs = 0, 1
+        self.programs, self.started = 1, []
         self.copies, self.lock = [], threading.Condition()
         self.turn, self.waiting, self.error = None, {}, None
 
-    def run(self, functions):
+    def run(self):
+        """All partitions that programs have started so far, until they end."""
+        functions, self.started = self.started, []
         self.waiting = {i: None for i in range(len(functions))}  # partition -> what it waits for (None: ready)
         threads = [threading.Thread(target=self._partition, args=(i, *entry), daemon=True) for i, entry in enumerate(functions)]
         for thread in threads:
@@ -172,8 +174,8 @@ class Machine:
         if self.error is not None:
             raise self.error
 
-    def _partition(self, me, function, arguments):
-        self.local.me = me
+    def _partition(self, me, program, function, arguments):
+        self.local.me, self.local.program = me, program
         with self.lock:
             self.lock.wait_for(lambda: self.turn == me)
             try:
@@ -244,13 +246,6 @@ def _copy(descriptor, place, bar, target):
     MACHINE.step()
 
 
-def _copy_back(descriptor, place, source):
-    rows, columns = descriptor.block_shape
-    row, column = (int(x) for x in place)
-    assert row + rows <= descriptor.matrix.shape[0], "rows past the end: cut off on the device, never meant here"
-    descriptor.matrix[row : row + rows, column : column + columns] = source.array
-
-
 def _mma(a, b, acc, use_acc=True, is_async=False):
     product = Product(a, b, acc, use_acc)
     return product
@@ -282,9 +277,19 @@ def _store(pointer, value, mask=None):
     pointer.array[offset[inside]] = np.broadcast_to(_raw(value), offset.shape)[inside]
 
 
+def _atomic_add(pointer, value, mask=None, sem=None):
+    MACHINE.step()
+    offset, inside = pointer.places(mask)
+    before = pointer.array[np.where(inside, offset, 0)]
+    np.add.at(pointer.array, offset[inside], np.broadcast_to(_raw(value), offset.shape)[inside])
+    return Tensor(np.where(inside, before, -(10**9)))  # where the mask is off, anything
+
+
 def _allocate(dtype, shape, layout):
     if layout == "mbarrier":
         return Shared(np.zeros(shape[0]), dtype, [Barrier() for _ in range(shape[0])] if len(shape) > 1 else Barrier())
+    if dtype.numpy is not np.float32:
+        return Shared(np.full(shape, -(10**9), dtype.numpy), dtype)
     return Shared(np.full(shape, np.nan, np.float32), dtype)
 
 
@@ -318,9 +323,9 @@ def _install() -> None:
         setattr(language, name, _Layout)
     language.constexpr = lambda value: value
     language.static_range = range
-    language.program_id = lambda axis: Tensor(MACHINE.program)
+    language.program_id = lambda axis: Tensor(MACHINE.local.program)
     language.num_programs = lambda axis: Tensor(MACHINE.programs)
-    language.load, language.store = _load, _store
+    language.load, language.store, language.atomic_add = _load, _store, _atomic_add
     language.arange = lambda start, end, layout=None: Tensor(np.arange(start, end))
     language.zeros = lambda shape, dtype, layout=None: Tensor(np.zeros(shape, dtype.numpy))
     language.full = lambda shape, value, dtype, layout=None: Tensor(np.full(shape, value, dtype.numpy))
@@ -332,15 +337,13 @@ def _install() -> None:
     language.thread_barrier = lambda: None
     language.inline_asm_elementwise = _asm
     language.allocate_shared_memory = _allocate
-    language.warp_specialize = lambda functions, warps, registers: MACHINE.run(functions)
+    language.warp_specialize = lambda functions, warps, registers: MACHINE.started.extend((MACHINE.local.program, *entry) for entry in functions)
     hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
     hopper.fence_async_shared = lambda: None
     hopper.mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: "mbarrier", init=lambda bar, count: bar.barriers.init(count), wait=_wait, expect=_expect, arrive=_arrive
     )
-    hopper.tma = types.SimpleNamespace(
-        async_copy_global_to_shared=_copy, async_copy_shared_to_global=_copy_back, store_wait=lambda pendings: MACHINE.step()
-    )
+    hopper.tma = types.SimpleNamespace(async_copy_global_to_shared=_copy)
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = _mma, _mma_wait
     gluon = types.ModuleType("triton.experimental.gluon")
     gluon.jit = lambda function=None, **_: function if function is not None else lambda f: f
@@ -355,11 +358,13 @@ _install()
 
 
 def launch(kernel, programs: int, arguments: tuple, *, seed: int = 0, **constants) -> None:
-    """Run all programs of `kernel`, one after the other."""
+    """Run all programs of `kernel`, their partitions beside each other."""
     for name, module in sys.modules.items():
         if name.startswith("kernels.") and "_hopper" in name:
             module.range = _tensor_range
     MACHINE.random.seed(seed)
+    MACHINE.programs = programs
     for program in range(programs):
-        MACHINE.program, MACHINE.programs = program, programs
+        MACHINE.local.program = program
         kernel(*arguments, **constants)
+    MACHINE.run()

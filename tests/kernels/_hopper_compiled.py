@@ -47,25 +47,28 @@ def compile_only(kernel, grid, *arguments, **constants) -> None:
 
 
 def stale_values(text: str) -> list[str]:
-    """Uses, inside persistent loops, of numbers that were loaded before the loop (except how many items there are)."""
+    """Uses, inside persistent loops, of numbers that were loaded before the loop (except those that decide how long it runs)."""
     found = []
     lines = [re.sub(r" loc\(.*?\)", "", line) for line in text.splitlines()]
-    for number, line in enumerate(lines):
-        head = re.match(r"(\s*)(%[\w:]+ = )?scf\.for %\w+ = (%\w+) to (%\w+) step (%\w+)", line)
-        if not head:
-            continue
-        begin = max(i for i in range(number) if re.search(r"partition\d*\(|default|tt\.func", lines[i]))
-        if head[1] != re.match(r"\s*", lines[begin])[0] + "  ":  # not the outermost loop of its partition
-            continue
-        bound = next((other for other in lines[begin:number] if f"{head[4]} = " in other), "")
+    for begin in (i for i, line in enumerate(lines) if re.search(r"\bpartition\d+\(|\bdefault \{", line)):
+        indent = re.match(r"\s*", lines[begin])[0]
+        loop = rf"{indent}  (%[\w:]+ = )?scf\.(for %\w+ = %\w+ to (%\w+) step|while )"
+        number = next(i for i in range(begin, len(lines)) if re.match(loop, lines[i]))  # a partition's first loop is the persistent one
+        end = next(i for i in range(number + 1, len(lines)) if lines[i].startswith(indent + "  }") and "} do {" not in lines[i])
+        bound = re.match(loop, lines[number])[3]
+        if bound:
+            body, decides = lines[number + 1 : end], next((other for other in lines[begin:number] if f"{bound} = " in other), "")
+        else:
+            turn = next(i for i in range(number, end) if "} do {" in lines[i])
+            body, decides = lines[turn + 1 : end], " ".join(lines[number + 1 : turn])
         before = set()
         for other in lines[begin:number]:
-            target = re.match(r"\s*(%\w+) = (\S+) (.*)", other)
-            if target and (target[2] == "tt.load" or any(re.search(rf"{re.escape(v)}\b", target[3]) for v in before)):
+            target = re.match(r"\s*(%\w+) = (.*)", other)
+            loads = target and re.match(r"(tt\.load|ttg\.local_load) ", target[2])
+            if target and (loads or any(re.search(rf"{re.escape(v)}\b", target[2]) for v in before)):
                 before.add(target[1])
-        before -= set(re.findall(r"%\w+", bound))
-        end = next(i for i in range(number + 1, len(lines)) if lines[i].startswith(head[1] + "}"))
-        found += [f"{v} in: {body.strip()}" for body in lines[number + 1 : end] for v in before if re.search(rf"{re.escape(v)}\b(?!:)", body)]
+        before -= set(re.findall(r"%\w+", decides))
+        found += [f"{v} in: {line.strip()}" for line in body for v in before if re.search(rf"{re.escape(v)}\b(?!:)", line)]
     return found
 
 
@@ -87,9 +90,9 @@ def options(kind: str, causal: bool, window: int) -> AttentionOptions:
 def main() -> int:
     launch.run = compile_only
     launch.num_programs = lambda *_: 132
-    launch.ranked_tiles = lambda *_: (torch.zeros(4, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    launch.ranked_tiles = lambda *_: (torch.zeros(4, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    launch.counter = lambda *_: torch.zeros(4, dtype=torch.int32)
     launch.tile_map = lambda *_: torch.zeros(15, dtype=torch.int32)
-    launch.zero_unowned = lambda *_: None
     q, k, v, out, grad = (torch.zeros(640, 4, 128, dtype=torch.bfloat16) for _ in range(5))
     edges, lse = (torch.zeros(6, dtype=torch.int32),) * 2, torch.zeros(4, 640)
     for kind, causal, window in (("softmax", True, 100), ("softmax", False, 100), ("silu", True, 0), ("gelu_fast", False, 0), ("gelu", False, 100)):

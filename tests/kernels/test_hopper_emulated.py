@@ -33,7 +33,7 @@ def test_the_emulator_sees_what_is_wrong(tmp_path):
             text = source.read_text()
             assert source.name != file or old in text
             (folder / "kernels" / source.name).write_text(text.replace(old, new) if source.name == file else text)
-        code = "import _hopper_emulated as H; units = dict(n=64, stages=5, consumers=2, tiles=2, slots=4, store=False, seed=0)"
+        code = "import _hopper_emulated as H; units = dict(n=64, stages=5, tiles=2, slots=4, seed=0)"
         code += "; H.check_units(H.Case(*H.RAGGED), 'softmax', **units); H.check_block([64, 100, 130], False, 2, 0)"
         done = _run(["-c", code], folder)
         assert done.returncode != 0 and "AssertionError" in done.stderr, f"{name}: {done.stderr[-500:]}"

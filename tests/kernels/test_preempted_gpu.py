@@ -35,6 +35,7 @@ def neighbours():
         for one in started:
             one.kill()
             one.wait()
+            one.stdout.close()
 
 
 @pytest.mark.parametrize(("kind", "causal", "window"), [("silu", True, None), ("gelu", True, 512), ("softmax", True, None)])
