@@ -47,6 +47,8 @@ SCHEMA_VERSION = 1
 MINIMUM_WIDTH: dict[Source, float] = {"measured": 0.02, "interpolated": 0.04, "extrapolated": 0.25, "roofline": 0.55, "assumed": 0.55}
 STALE_WIDENING = 2.0
 QUANTILE = 0.9
+# Log error from which a sample is timed again, times the median one, and shapes of a curve that say so.
+DOUBTFUL, USUAL, ENOUGH = 0.04, 1.5, 12
 # Points of an attention kernel from which a block around it is the sum of its ops.
 WELL_KNOWN = 12
 # A point with more noise than this is smoothed, not returned as it was measured.
@@ -358,7 +360,7 @@ def fit(environment: Environment, samples: Iterable[Sample], *, device: Device |
     grouped: dict[tuple[str, str, str, str, int], list[Sample]] = defaultdict(list)
     for sample in ops:
         grouped[(sample.op, sample.variant, sample.phase, sample.dtype, sample.active_ranks)].append(sample)
-    curves = tuple(_fit_curve(key, grouped[key], device) for key in sorted(grouped))
+    curves = tuple(_fit_curve(key, grouped[key], device)[0] for key in sorted(grouped))
     figures: dict[str, list[float]] = defaultdict(list)
     for sample in kept:
         if sample.op.startswith(CONSTANT_PREFIX):
@@ -382,7 +384,24 @@ def _observed_device(environment: Environment, samples: list[Sample]) -> Device:
                   memory_bytes=1.0, memory_bandwidth=bandwidth, sources=("best rates among the calibration's samples",))
 
 
-def _fit_curve(key: tuple[str, str, str, str, int], samples: list[Sample], device: Device) -> Curve:
+def doubtful(samples: Iterable[Sample], device: Device) -> list[Sample]:
+    """Op samples that took longer than all others of their curve make of them (leave-one-out), worst first: by more than DOUBTFUL, and by more than
+    is usual. What ran beside is one reason, a kernel that only this shape gets another: timed again they tell."""
+    grouped: dict[tuple[str, str, str, str, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.op in KINDS and not sample.held_out:
+            grouped[(sample.op, sample.variant, sample.phase, sample.dtype, sample.active_ranks)].append(sample)
+    found: list[tuple[float, Sample]] = []
+    for key, own in grouped.items():
+        if len(own) >= ENOUGH:
+            shaped, errors = _fit_curve(key, own, device)[1:]
+            limit = max(DOUBTFUL, USUAL * float(np.median(np.abs(errors))))
+            found += [(float(error), sample) for error, same in zip(errors, shaped) if error > limit for sample in same]
+    return [sample for _, sample in sorted(found, key=lambda one: -one[0])]
+
+
+def _fit_curve(key: tuple[str, str, str, str, int], samples: list[Sample], device: Device) -> tuple[Curve, list[list[Sample]], np.ndarray]:
+    """(curve, samples by shape, log error of each shape where the others predict it)."""
     kind, variant, phase, dtype, ranks = key
     names = KINDS[kind].features
     merged: dict[tuple[float, ...], list[Sample]] = defaultdict(list)
@@ -402,9 +421,10 @@ def _fit_curve(key: tuple[str, str, str, str, int], samples: list[Sample], devic
     y = np.log(seconds / (share * ideal + spill * spilled + fixed))
     surface, errors = fit_surface(np.array([coordinates(kind, shape) for shape in shapes]), y, noises)
     noise = float(np.median(noises))
-    return Curve(op=kind, variant=variant, phase=phase, dtype=dtype, active_ranks=ranks, features=names, fixed=fixed, ideal=share, spilled=spill,
-                 mean=surface.mean, points=[[*shape, float(s), h, float(e)] for shape, s, h, e in zip(shapes, seconds, host, noises)],
-                 lengths=surface.lengths, trend=surface.trend, weights=surface.weights, width=max(_width(errors, y), 1.7 * noise), noise=noise)
+    curve = Curve(op=kind, variant=variant, phase=phase, dtype=dtype, active_ranks=ranks, features=names, fixed=fixed, ideal=share, spilled=spill,
+                  mean=surface.mean, points=[[*shape, float(s), h, float(e)] for shape, s, h, e in zip(shapes, seconds, host, noises)],
+                  lengths=surface.lengths, trend=surface.trend, weights=surface.weights, width=max(_width(errors, y), 1.7 * noise), noise=noise)
+    return curve, [merged[shape] for shape in shapes], errors
 
 
 def _work(ideal: np.ndarray, spilled: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:

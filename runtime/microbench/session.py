@@ -3,15 +3,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
-from costmodel.calibration import fit
+from costmodel.calibration import doubtful, fit
+from costmodel.cluster import Device
 from costmodel.plan import Layout, Plan, TablePlacement
 from costmodel.samples import Environment, Sample
 from runtime.microbench import compiled, gpu, hosted, trained, warm
 from runtime.microbench.environment import environment
+from runtime.microbench.requests import Request
 
 # Of the budget: what may be waited for compilers, what products and the like have at least, then attention, then blocks until short runs of the
 # trainer for the host begin, and what is left behind those for runs of whole batches. Compilers of a bare machine take a hundred seconds of 16 cores.
@@ -28,6 +31,10 @@ ATTENTION_SECONDS = 0.008
 OPS_PLANS, OP_POINTS, PLAIN_POINTS, PLAIN_SECONDS = 8, 0.5, 0.1, 0.012
 PLAIN_KINDS = frozenset({"linear", "bmm", "layer_norm", "activation", "elementwise", "cast", "bce", "cross_entropy"})
 KEPT_EVERY = 15.0
+# Of the budget, for ops that took longer than their neighbours, timed while compilers' processes used the device too: in the calibration of
+# 2026-12-01 04:28 one in ten was off its neighbours by 13 % (products forward) to 32 % (large ones backward). A time that is shorter by more than so
+# much was disturbed.
+AGAIN_SHARE, SHORTER = 0.06, 0.97
 
 
 def alone(plan: Plan) -> Plan:
@@ -56,14 +63,16 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
         own.add(gpu.attempted(gpu.constant_samples(device), "constants", report))
         # the plans' own shapes: products of other widths say little about theirs
         wanted = gpu.op_requests(plans, points=PLAIN_POINTS, kinds=PLAIN_KINDS)
+        timed_ops: list[Request] = []  # while others may have been at work on the device
         attention = [(warm.kernels(request), request) for request in gpu.attention_ops(plans)]
         while wanted and time.perf_counter() < begin + (COMPILE_SHARE if ahead.running else PLAIN_SHARE) * budget:
-            own.add(gpu.attempted(gpu.timed_op(wanted[0], device, PLAIN_SECONDS, host=False), str(wanted.pop(0).op), report))
+            own.add(gpu.attempted(gpu.timed_op(wanted[0], device, PLAIN_SECONDS, host=False), str(wanted[0].op), report))
+            timed_ops.append(wanted.pop(0))
             known = ahead.compiled
             ready = next((i for i, (kernels, _) in enumerate(attention) if kernels in known), None)
             if ready is not None:
-                request = attention.pop(ready)[1]
-                own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
+                timed_ops.append(attention.pop(ready)[1])
+                own.add(gpu.attempted(gpu.timed_op(timed_ops[-1], device, ATTENTION_SECONDS, host=False), str(timed_ops[-1].op), report))
         said = ahead.wait(begin + COMPILE_SHARE * budget - time.perf_counter())
         report(f"kernels compiled ahead: {time.perf_counter() - begin:.0f} s, {len(own.samples)} samples meanwhile; {said}")
     compiling = COMPILED_SHARE * budget if on_gpu and compiled_blocks and budget >= COMPILED_ABOVE else 0.0
@@ -79,6 +88,8 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
                 break
             own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
         report(f"{len(own.samples)} samples with attention alone, {time.perf_counter() - begin:.0f} s")
+        asked = {_shape(request.op.kind, request.op.variant, request.op.dtype, dict(request.op.features)): request for request in timed_ops}
+        own.again(asked, plans[0].cluster.device, device, until=time.perf_counter() + AGAIN_SHARE * budget, report=report)
     for found in gpu.device_samples(order if on_gpu else plans, device, until=whole - HOST_SHARE * budget, report=report):
         own.add([found])
     own.add(gpu.attempted(hosted.host_samples(plans, device, until=whole, report=report), "host", report))
@@ -103,6 +114,10 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
     return own.environment, own.samples
 
 
+def _shape(kind: str, variant: str, dtype: str, features: Mapping[str, float]) -> Hashable:
+    return kind, variant, dtype, tuple(sorted((name, float(value)) for name, value in features.items()))
+
+
 class _Kept:
     """Samples as they come, handed to `keep` every so often."""
 
@@ -114,3 +129,22 @@ class _Kept:
         if time.perf_counter() > self._kept + KEPT_EVERY:
             self._keep(self.environment, self.samples)
             self._kept = time.perf_counter()
+
+    def again(self, asked: Mapping[Hashable, Request], datasheet: Device, device: torch.device, *, until: float, report: gpu.Report) -> None:
+        """Times once more what took longer than its neighbours, of the ops `asked` for, until the clock says `until`; the shorter time counts."""
+        shapes = [_shape(s.op, s.variant, s.dtype, s.features) for s in doubtful(self.samples, datasheet)]
+        shapes = [shape for shape in dict.fromkeys(shapes) if shape in asked]
+        places: dict[Hashable, list[int]] = defaultdict(list)
+        for i, old in enumerate(self.samples):
+            places[_shape(old.op, old.variant, old.dtype, old.features)].append(i)
+        shorter = count = 0
+        for shape in shapes:
+            if time.perf_counter() > until:
+                break
+            count += 1
+            for new in gpu.attempted(gpu.timed_op(asked[shape], device, PLAIN_SECONDS, host=False), str(asked[shape].op), report):
+                for i in places[shape]:
+                    if (old := self.samples[i]).phase == new.phase and new.seconds < old.seconds:
+                        shorter += new.seconds < SHORTER * old.seconds
+                        self.samples[i] = new
+        report(f"{len(shapes)} ops took longer than their neighbours, {count} of them timed again, {shorter} phases of theirs in less time")

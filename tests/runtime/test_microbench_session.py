@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.fidelity_gpu_space import _one
 from benchmarks.fidelity_space import _subject
-from costmodel.calibration import fit
+from costmodel.calibration import doubtful, fit
 from costmodel.cluster import Cluster, Device
 from costmodel.estimate import estimate
 from costmodel.plan import Layout, Plan
@@ -94,6 +94,37 @@ def test_a_gpu_s_calibration_times_attention_as_it_is_compiled(monkeypatch):
     constants = {(s.op.removeprefix("constant:"), s.variant) for s in samples if s.op.startswith("constant:")}
     assert {("host", "forward:product"), ("allocator_overhead", ""), ("context_bytes", ""), ("step_overhead", "")} <= constants
     assert fit(found, samples, device=H200).constants["context_bytes"] == 1e9
+
+
+def test_what_took_longer_than_its_neighbours_is_timed_again(monkeypatch):
+    """An op that something disturbed is; one that is as long as before stays, and so does one that nobody asked for."""
+    made = lambda m, seconds, phase="forward": Sample(op="linear", phase=phase, features={"m": float(m), "k": 64.0, "n": 64.0}, dtype="bf16",
+                                                       seconds=seconds, noise=1e-3)  # fmt: skip
+    sizes = [1000 * 2 ** (i / 8) for i in range(40)]
+    true = {m: 1e-5 + 1e-9 * m for m in sizes}
+    disturbed = {sizes[8]: 1.4, sizes[20]: 1.3, sizes[31]: 1.2}
+    kept = session._Kept(session.environment(CPU), lambda *_: None)
+    kept.samples = [made(m, disturbed.get(m, 1.0) * seconds) for m, seconds in true.items()]
+    assert [s.features["m"] for s in doubtful(kept.samples, H200)][:3] == [*disturbed]
+    requests = {m: session.Request(op=made(m, 1.0).as_op()) for m in sizes if m != sizes[31]}
+    asked = {session._shape("linear", "", "bf16", dict(r.op.features)): r for r in requests.values()}
+    again, said = [], []
+
+    def timed(request, device, seconds, *, host):
+        m = dict(request.op.features)["m"]
+        again.append(m)
+        yield made(m, (1.3 if m == sizes[20] else 0.999) * true[m])
+        yield made(m, 1e-9, "backward")
+
+    monkeypatch.setattr(session.gpu, "timed_op", timed)
+    kept.again(asked, H200, CPU, until=math.inf, report=said.append)
+    found = {s.features["m"]: s.seconds / true[s.features["m"]] for s in kept.samples}
+    assert again[:2] == [sizes[8], sizes[20]] and found[sizes[8]] == pytest.approx(0.999) and found[sizes[20]] == pytest.approx(1.3)
+    assert found[sizes[31]] == pytest.approx(1.2) and found[sizes[0]] == pytest.approx(1.0) and len(kept.samples) == len(sizes)
+    assert said[-1].endswith("1 phases of theirs in less time")
+    before = len(again)
+    kept.again(asked, H200, CPU, until=0.0, report=said.append)
+    assert len(again) == before
 
 
 class _Task:
