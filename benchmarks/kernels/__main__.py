@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import json
 import pkgutil
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("benchmarks.kernels measures CUDA kernels and found no CUDA device", file=sys.stderr)
         return 6
-    command = "python -m benchmarks.kernels" + "".join(f" {a}" for a in (arguments if arguments is not None else sys.argv[1:]))
+    command = shlex.join(["python", "-m", "benchmarks.kernels", *(arguments if arguments is not None else sys.argv[1:])])
     path, started, missed = options.out / f"{NAME}.json", time.monotonic(), 0
     existing = json.loads(path.read_text())["rows"] if path.exists() else []
     done = {row["name"] for row in existing if not row["name"].startswith(tuple(options.again))} if options.resume else set()

@@ -79,13 +79,17 @@ def best_constant(points: Sequence[Point], what: str) -> tuple[float, float]:
     return float(rates[errors.argmin()]), float(errors.min())
 
 
-def report(points: Sequence[Point], left: Sequence[tuple[Published, str]]) -> list[Row]:
-    """Summary first, then every point, then what cannot be expressed."""
+def report(points: Sequence[Point], left: Sequence[tuple[Published, str]], alone: Sequence[Point] = ()) -> list[Row]:
+    """Summary first, then every point, then what cannot be expressed. alone: the same points from their datasheets alone."""
     rows: list[Row] = []
     for kind in ("step", "kernel"):
         some = [p for p in points if p.first.kind == kind]
         if some:
             rows += _summary(kind, some)
+        errors = [abs(p.error) for p in alone if p.first.kind == kind]
+        if errors:
+            rows.append(Row(name=f"{kind} time, datasheets alone: median |error|", value=float(np.median(errors)), unit="relative", better="lower",
+                            note=f"without any calibration; p90 {np.quantile(errors, 0.9):.3f}, worst {max(errors):.3f}"))
     remembered = [abs(p.memory_error) for p in points if p.memory_error is not None]
     if remembered:
         rows.append(Row(name="peak memory: median |error|", value=float(np.median(remembered)), unit="relative", better="lower",
@@ -146,13 +150,13 @@ def main(argv: list[str] | None = None) -> int:
     if not points:
         print("no row can be predicted", file=sys.stderr)
         return 2
-    found = report(points, left)
+    found = report(points, left, score(rows, [])[0] if known else ())
     names = ", ".join(c.environment.device_name for c in known) or "none: every figure is a roofline"
     command = "python -m benchmarks.published" + "".join(f" {p.name}" for p in args.files) + (" --datasheet" if args.datasheet else "")
     path = write("published", found, command=command, title="Other people's measurements", out=args.out,
                  intro=re.sub(r"\s+", " ", __doc__.split("\n\n")[1]) + f"\n\nCalibrations: {names}.")
-    for row in found[:13]:
-        if row.name.startswith(("step time", "kernel time", "peak memory")):
+    for row in found[:15]:
+        if row.name.startswith(("step time", "kernel time", "peak memory")) and row.value is not None:
             print(f"{row.name}: {row.value:.4f}" + ("" if row.passed is None else " ok" if row.passed else " MISSED"))
     print(path)
     return 4 if any(row.passed is False for row in found) else 0

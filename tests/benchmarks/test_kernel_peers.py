@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from benchmarks.kernels import attention
+from benchmarks.kernels import _tried, attention
 from benchmarks.kernels._peers import document_mask
 from kernels.reference import attention_reference
 
@@ -47,3 +47,12 @@ def test_what_is_timed_are_the_operators_of_both_directions(options):
     gradients = backward()[:3]
     assert out.shape == q.shape and [x.shape for x in gradients] == [q.shape] * 3
     assert all(x.isfinite().all() and x.any() for x in (out, *gradients))
+
+
+def test_what_was_tried_stands_once_beside_a_missed_row(monkeypatch):
+    monkeypatch.setitem(_tried.TRIED, "row", "tried [us]: one thing 5")
+    first = _tried.tried("row", False, "measured here")
+    assert first == "measured here; tried [us]: one thing 5"
+    monkeypatch.setitem(_tried.TRIED, "row", "tried [us]: one thing 5, another 4")
+    assert _tried.tried("row", False, first) == "measured here; tried [us]: one thing 5, another 4"
+    assert _tried.tried("row", True, first) == "measured here" and _tried.tried("other", False, "x") == "x"
