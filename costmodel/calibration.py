@@ -37,7 +37,7 @@ from costmodel.conformal import Intervals
 from costmodel.gpu import block_key, timed_ops
 from costmodel.krige import MINIMUM_POINTS, Surface, fit_surface
 from costmodel.ops import KINDS, Op, coordinates, op
-from costmodel.precision import expanded
+from costmodel.precision import LOW_PRECISIONS, expanded
 from costmodel.quantity import Source
 from costmodel.samples import BLOCK_PREFIX, CONSTANT_PREFIX, Environment, Sample
 from costmodel.work import Measured, fit_shares, fit_timed, timed_work, work
@@ -244,6 +244,8 @@ class Calibration:
             log_ratio, outside = ready.surface.at(coordinates(op.kind, values))
             source = "extrapolated" if relative or transferred or outside > 0.1 else "interpolated"
             seconds = math.exp(log_ratio) * curve.reference(one, device)
+            if op.dtype in LOW_PRECISIONS and curve.dtype not in LOW_PRECISIONS:
+                seconds = max(seconds, compute.limits(one, phase, device)[0] / compute.LOW_UTILISATION)
             if not curve.variant.endswith("_bias"):
                 seconds += compute.bias_seconds(one, phase, device)
             width = max(MINIMUM_WIDTH[source], curve.width + 0.1 * outside)

@@ -9,6 +9,7 @@ import pytest
 from costmodel import compute
 from costmodel.blocks.measured import measured_block_ops
 from costmodel.calibration import Calibration, fit, load, score
+from costmodel.cluster import Device
 from costmodel.ops import BACKWARD, FORWARD, attention, elementwise, linear
 from costmodel.samples import Environment, Sample
 
@@ -106,6 +107,18 @@ def test_curves_carry_over_to_a_device_with_other_peaks(calibration, device):
     twice = dataclasses.replace(device, name="other", peak_flops={"fp32": 2e11}, memory_bandwidth=2e10)
     here, there = (calibration.predict(linear(2000, 1500, 1500), FORWARD, device=d) for d in (device, twice))
     assert there.source == "extrapolated" and here.seconds / there.seconds == pytest.approx(2, rel=0.1)
+
+
+def test_products_in_8_bits_that_nobody_timed_are_no_better_than_those_that_somebody_did():
+    h200 = Device(name="H200", kind="gpu", peak_flops={"bf16": 989e12, "fp8": 1979e12}, memory_bytes=141e9, memory_bandwidth=4.8e12)
+    shapes = (512, 1024, 2048, 4096, 8192, 16384)
+    for reached, expected in ((0.9, compute.LOW_UTILISATION), (0.5, 0.5)):
+        timed = [Sample(op="linear", phase=FORWARD, features={"m": m, "k": 8192, "n": 8192}, dtype="bf16",
+                        seconds=2.0 * m * 8192**2 / (989e12 * reached)) for m in shapes]
+        known = fit(dataclasses.replace(ENVIRONMENT, device_kind="cuda", device_name="H200"), timed, device=h200)
+        for dtype, peak, share in (("fp8_row", 1979e12, expected), ("bf16", 989e12, reached)):
+            one = linear(3000, 8192, 8192, dtype)
+            assert one.flops(FORWARD) / known.predict(one, FORWARD).seconds / peak == pytest.approx(share, rel=0.02)
 
 
 def test_repetitions_and_stale_sources(calibration):
