@@ -202,6 +202,12 @@ class Calibration:
         """A copy that widens the intervals of `kinds`."""
         return dataclasses.replace(self, stale_kinds=tuple(sorted(kinds)))
 
+    def with_constants(self, constants: Mapping[str, float]) -> Calibration:
+        """A copy with these constants in place of its own, as `{"host/slow": 1.0}` for a host that nothing disturbs."""
+        copy = dataclasses.replace(self, constants={**self.constants, **constants})
+        copy.__dict__["_ready"] = self._ready  # curves made ready, of which constants are no part
+        return copy
+
     def curve(self, kind: str, variant: str, phase: str, dtype: str, active_ranks: int) -> Curve | None:
         """The curve with exactly these keys."""
         return self._index.get((kind, variant, phase, dtype, active_ranks))

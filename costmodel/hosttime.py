@@ -20,6 +20,12 @@ What the interpreter spends on a block hardly depends on how much the block comp
 
 All of them are times `in_step/host`, where that was measured: steps that the host makes, of whole batches, over what these parts make of them.
 
+    slow                                    how many times longer than at full speed the host is expected to take
+    slow:p10, slow:p50, slow:p90            quantiles, over time, of what it was
+
+Where `slow` is known the figures of one GPU's steps are those of a host at full speed, and what is expected is `slow` times as long
+(`runtime.microbench.speed`); 1 instead of it is a host that nothing disturbs. Calibrations without it have slowness inside of their figures.
+
 Layers whose time was not seen here have that of the launches of their ops (`costmodel.pricer`).
 """
 from __future__ import annotations
@@ -30,7 +36,13 @@ from costmodel.blocks.base import BatchShape, Block
 from costmodel.gpu import block_key
 from costmodel.ops import BACKWARD, FORWARD, Op
 
-PREFIX, WHOLE = "host/", "in_step/host"
+PREFIX, WHOLE, SLOW = "host/", "in_step/host", "slow"
+# How much longer a host takes at its slowest than at full speed: a core whose other hardware thread is busy has about half of it. Pieces of Python
+# took up to 1.9 times as long on a core, 2.03 times in a whole run [Measured: an H200's host, 2026-12-01].
+SLOWEST = 2.0
+# Ratios, and what several ranks measure, with the slowness of their hosts inside (`benchmarks.multi_gpu_ranks`).
+RATIOS = ("slow", "spread")
+NOT_AT_FULL_SPEED = ("exchange:", "fsdp_", "optimizer@sharded", "tensor@sharded")
 # Regions that share one figure, for they are a few launches each.
 PLAIN = frozenset({"sequence_input", "summary", "mlp", "heads"})
 PASSES = (FORWARD, BACKWARD)
@@ -62,7 +74,10 @@ class HostTimes:
 
     def __init__(self, constants: Mapping[str, float]) -> None:
         whole = constants.get(WHOLE, 1.0)
-        self._figures = {name.removeprefix(PREFIX): whole * value for name, value in constants.items() if name.startswith(PREFIX)}
+        self.slow, self.at_full_speed = constants.get(f"{PREFIX}{SLOW}", 1.0), f"{PREFIX}{SLOW}" in constants
+        figures = {name.removeprefix(PREFIX): value for name, value in constants.items() if name.startswith(PREFIX)}
+        self._figures = {name: value * (1.0 if name.startswith(RATIOS) else whole if name.startswith(NOT_AT_FULL_SPEED) else whole * self.slow)
+                         for name, value in figures.items()}
 
     def __bool__(self) -> bool:
         return bool(self._figures)
@@ -70,6 +85,14 @@ class HostTimes:
     def get(self, name: str) -> float | None:
         """Seconds, None where it was not measured."""
         return self._figures.get(name)
+
+    def may_make(self, launch: float, device: float) -> bool | None:
+        """Whether the host, which is expected to need `launch` seconds of a step, makes steps for which the device needs `device`; None where that
+        hangs on its speed: at full speed the device would make them, at its slowest the host. What hangs on no speed that is known is as expected."""
+        if not self.at_full_speed or self.slow <= 1.0:
+            return launch > device
+        full = launch / self.slow
+        return True if full > device else None if SLOWEST * full > device else False
 
     def block(self, block: Block, batch: BatchShape, dtype: str, phase: str, policy: str = "none") -> float | None:
         """Of one block in one direction; None where its kind was not measured. A dtype that was not is taken for bf16."""

@@ -15,10 +15,11 @@ from costmodel.ops import KINDS, Op, op
 SCHEMA_VERSION = 1
 # Measured with all their ops at once, against the sum of which they are compared: `block:<kind>`, features as the block's own.
 BLOCK_PREFIX = "block:"
-# Not ops: single figures of the device.  launch_seconds: host time to launch one eager op; context_bytes: memory held before the first tensor;
+# Not ops: single figures of the device.  launch_seconds: host time to launch one eager op; context_bytes: memory held beside the allocator's in
+# a process that has trained in 16 bits (kernels of fp32 that spill hold more, for good);
 # allocator_overhead: reserved / allocated - 1 at the peak; memory_bandwidth [bytes/s], peak_flops (variant = dtype) [FLOP/s]: the best seen.
-# host_copy_bandwidth [bytes/s]: pinned memory to the device; host (variant = what): main-thread seconds of a part of a step in the trainer
-# (costmodel.hosttime);
+# host_copy_bandwidth [bytes/s]: pinned memory to the device; host (variant = what): main-thread seconds of a part of a step in the trainer,
+# at full speed, and by how much the host is slower than that (`slow`; costmodel.hosttime);
 # in_step (variant = phase): seconds of forward or backward within a step over those of its blocks timed alone, at the share of the peak FLOP/s
 # `utilisation`; its logarithm grows by `slope` with that share; variant `host`: main-thread seconds of steps that the host makes, of whole batches,
 # over the sum of their parts (costmodel.hosttime);

@@ -19,6 +19,8 @@ import torch
 
 from costmodel.runresult import PHASES
 
+# What is no part of any step, though it lies between two of them.
+APART = "apart"
 # The phase that begins, its event (CUDA), the host's clock.
 _Boundary = tuple[str, "torch.cuda.Event | None", float]
 
@@ -118,5 +120,6 @@ class PhaseTimer:
 def _durations(boundaries: list[_Boundary], seconds: Callable[[_Boundary, _Boundary], float]) -> dict[str, float]:
     phases = dict.fromkeys(PHASES, 0.0)
     for begin, end in itertools.pairwise(boundaries):
-        phases[begin[0]] += seconds(begin, end)
+        if begin[0] != APART:
+            phases[begin[0]] += seconds(begin, end)
     return phases

@@ -3,11 +3,10 @@
 Few runs have it all: one model with every kind of layer of the plans, some of each under every checkpoint policy, on batches so small that nothing
 waits for the device. Marks on the tensors between blocks cut each step's main-thread time into blocks: forward from the output of one block to that
 of the next, backward from the gradient of one block's output to that of the one before. So everything counts that the interpreter does in a step, no
-launch is timed out of its place. A shared host's cores run at full speed or, when their other half is busy, at half of it, for some tenths of a
-second at a time [Measured: 16 cores of an H200's host, 2026-12-01]: a fixed piece of Python before and after every step says which, and takes it out
-of the step; what it is on average goes into all figures alike. Such runs differ in precision, in micro-batches, in parameter tensors, and in
-whether what computes on samples alone is a CUDA graph. Their histories are all of one length: what a library does anew where they are not
-is timed by itself, for blocks of one step share it (`new_products`; of a run's blocks all but the first show nothing of it).
+launch is timed out of its place. All figures are those of a host at full speed (`runtime.microbench.speed`). Such runs differ in precision, in
+micro-batches, in parameter tensors, and in whether what computes on samples alone is a CUDA graph. Their histories are all of one length: what a
+library does anew where they are not is timed by itself, for blocks of one step share it (`new_products`; of a run's blocks all but the first show
+nothing of it).
 """
 from __future__ import annotations
 
@@ -31,15 +30,13 @@ from costmodel.workload import Lengths
 from runtime.cores import piece
 from runtime.data import open_source
 from runtime.microbench.gpu import POLICIES, Report, constant, layer_precision
+from runtime.microbench.speed import Probed, Speeds, slowness
 from runtime.microbench.trained import empty
-from runtime.phases import PhaseTimer
 from runtime.trainer import WARMUP_STEPS, Trainer
 
 # Steps that are timed; histories, events of a history and rows of a table; layers of a kind and policy.
 STEPS, SAMPLES, LENGTH, ROWS, EACH = 16, 4, 264, 1000, 2
 OVERTIME = 12.0
-# How often the piece of Python runs to find its full speed.
-PIECES = 300
 # Of the runs' rests that is taken: in some the report waits for the device.
 REST_QUANTILE = 0.25
 # Width and most rows of a layer on ever other numbers of rows, and of how many.
@@ -74,26 +71,16 @@ class Spent:
     slow: float = 1.0
 
 
-class Marks(PhaseTimer):
-    """A PhaseTimer that keeps the moments of a step at which blocks begin and end on the main thread, one list a step, and what `piece` took before
-    and after it."""
+class Marks(Probed):
+    """A timer that keeps the moments of a step at which blocks begin and end on the main thread, one list a step."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.steps: list[list[Mark]] = []
-        self.pieces: list[tuple[float, float]] = []
-        self.apart: list[float] = []  # seconds of pieces since the last step's end, which are no part of this one
 
     def start_step(self) -> None:
-        before = piece()
-        self.apart.append(before + self.pieces[-1][1] if self.pieces else 0.0)
-        self.pieces.append((before, before))
         super().start_step()
         self.steps.append([])
-
-    def end_step(self) -> None:
-        super().end_step()
-        self.pieces[-1] = (self.pieces[-1][0], piece())
 
     def enter(self, name: str) -> None:
         super().enter(name)
@@ -125,24 +112,25 @@ class Marks(PhaseTimer):
         return ended
 
 
-def host_samples(plans: Sequence[Plan], device: torch.device, *, until: float, report: Report = lambda _: None) -> Iterator[Sample]:
-    """Constants `host` from runs of the designs, in turns until the clock says `until`; each once if that takes no more than OVERTIME longer."""
+def host_samples(plans: Sequence[Plan], device: torch.device, *, until: float, speeds: Speeds, report: Report = lambda _: None) -> Iterator[Sample]:
+    """Constants `host` from runs of the designs, in turns until the clock says `until`; each once if that takes no more than OVERTIME longer. The
+    speeds of the host are added to `speeds`."""
     runs: list[Spent] = []
-    wanted, fastest = designs(plans), min(piece() for _ in range(PIECES))
+    wanted = designs(plans)
     for number, plan in enumerate([*wanted, *wanted]):
         if runs and time.perf_counter() > until + (OVERTIME if number < len(wanted) else 0.0):
             report(f"out of time for the host before run {number + 1}")
             break
         try:
-            runs.append(spent(plan, device, fastest))
+            runs.append(spent(plan, device, speeds))
         except Exception as error:  # one design costs no other
             report(f"host: {plan.model.name}: {(str(error).splitlines() or [''])[0][:200]}")
-    for name, value in {**solved(runs, report), **(new_products(device, report) if runs else {})}.items():
+    for name, value in {**solved(runs, report), **(new_products(device, speeds.fastest, report) if runs else {})}.items():
         yield constant("host", value, name)
 
 
-def spent(plan: Plan, device: torch.device, fastest: float) -> Spent:
-    """Runs a plan for a few steps; `fastest`: seconds of `piece` at full speed."""
+def spent(plan: Plan, device: torch.device, speeds: Speeds) -> Spent:
+    """Runs a plan for a few steps."""
     empty(device)
     timer = Marks(device)
     trainer = Trainer(plan, open_source(plan.model, plan.workload, seed=plan.seed), device=device, timer=timer)
@@ -151,10 +139,8 @@ def spent(plan: Plan, device: torch.device, fastest: float) -> Spent:
     timer.watch([parent.get_submodule(name) for region in regions(plan.model) for parent, name in found[region.name]])
     trainer.train(WARMUP_STEPS + STEPS)
     timer.finished(wait=True)
-    slow = np.maximum(1.0, np.mean(timer.pieces[WARMUP_STEPS:], axis=1) / fastest)
+    slow = speeds.of(timer, timer.host[WARMUP_STEPS:], WARMUP_STEPS)
     host = [{name: seconds / by for name, seconds in step.items()} for step, by in zip(timer.host[WARMUP_STEPS:], slow)]
-    if device.type == "cuda":  # a step begins there where the last one ended
-        host = [{**step, "other": max(0.0, step["other"] - apart / by)} for step, apart, by in zip(host, timer.apart[WARMUP_STEPS:], slow)]
     cut = [({key: seconds / by for key, seconds in own.items()}, {key: seconds / by for key, seconds in rest.items()})
            for (own, rest), by in zip((steps_by_block(marks, len(parts)) for marks in timer.steps[WARMUP_STEPS:]), slow)]
     return Spent(
@@ -231,14 +217,13 @@ def solved(runs: Sequence[Spent], report: Report = lambda _: None) -> dict[str, 
     found["other"] = float(np.quantile([r.phases["other"] for r in runs], REST_QUANTILE))
     slow = statistics.fmean(run.slow for run in runs)
     report(f"host: {slow:.2f} times slower than at full speed, by run " + " ".join(f"{run.slow:.2f}" for run in runs))
-    found = {name: slow * value for name, value in found.items()}
-    report("host: " + ", ".join(f"{name} {1e6 * value:.0f}" for name, value in sorted(found.items())) + " us")
+    report("host at full speed: " + ", ".join(f"{name} {1e6 * value:.0f}" for name, value in sorted(found.items())) + " us")
     return found
 
 
-def new_products(device: torch.device, report: Report = lambda _: None) -> dict[str, float]:
+def new_products(device: torch.device, fastest: float, report: Report = lambda _: None) -> dict[str, float]:
     """`forward:product` and `backward:product`: what a linear layer's product takes longer on a number of rows that the library has not met than on
-    the one that it just had, the median of pairs."""
+    the one that it just had, the median of pairs, at full speed, at which a piece of Python takes `fastest` seconds."""
     layer = nn.Linear(PRODUCT_WIDTH, PRODUCT_WIDTH, device=device, dtype=torch.bfloat16)
     x = torch.ones(PRODUCT_ROWS, PRODUCT_WIDTH, device=device, dtype=torch.bfloat16)
 
@@ -246,12 +231,14 @@ def new_products(device: torch.device, report: Report = lambda _: None) -> dict[
         part = x[:rows].clone().requires_grad_()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        begin = time.perf_counter()
+        before, begin = piece(), time.perf_counter()
         out = layer(part)
         middle = time.perf_counter()
         with torch.autograd.set_multithreading_enabled(False):
             out.backward(x[:rows])
-        return middle - begin, time.perf_counter() - middle
+        end = time.perf_counter()
+        slow = float(slowness([(before, piece())], fastest)[0])
+        return (middle - begin) / slow, (end - middle) / slow
 
     both(PRODUCT_ROWS)  # which sets the library up
     # fewer rows, for which the allocator has room already

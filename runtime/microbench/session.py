@@ -15,6 +15,7 @@ from costmodel.samples import Environment, Sample
 from runtime.microbench import compiled, gpu, hosted, trained, warm
 from runtime.microbench.environment import environment
 from runtime.microbench.requests import Request
+from runtime.microbench.speed import Speeds
 
 # Of the budget: what may be waited for compilers, what products and the like have at least, then attention, then blocks until short runs of the
 # trainer for the host begin, and what is left behind those for runs of whole batches. Compilers of a bare machine take a hundred seconds of 16 cores.
@@ -47,17 +48,18 @@ def alone(plan: Plan) -> Plan:
 def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: Sequence[Plan] = (), compiled_blocks: bool = True,
               report: gpu.Report = lambda _: None,
               keep: Callable[[Environment, list[Sample]], None] = lambda *_: None) -> tuple[Environment, list[Sample]]:
-    """Samples of all that the plans' steps are made of, within about `budget` seconds; the host's constants are under the calibration that the other
-    samples make. `keep` is called with what there is every KEPT_EVERY seconds. later: plans whose kernels are compiled too, and nothing else of
-    theirs is seen; compiled_blocks: whether blocks under the compiler are timed, where the budget has room.
+    """Samples of all that the plans' steps are made of, within about `budget` seconds; the host's constants are at its full speed, what it was on
+    average is one of its own. `keep` is called with what there is every KEPT_EVERY seconds. later: plans whose kernels are compiled too, and nothing
+    else of theirs is seen; compiled_blocks: whether blocks under the compiler are timed, where the budget has room.
 
-    While kernels are compiled the ops that need none are timed, and attention as it is ready; then blocks and tables, which nothing else stands for;
-    then short runs of the trainer for the host and the allocator; then more ops while there is time.
+    While kernels are compiled the ops that need none are timed, and attention as it is ready, but that of fp32 behind a first step of the trainer,
+    which shows what the process takes without kernels that spill; then blocks and tables, which nothing else stands for; then short runs of the
+    trainer for the host and the allocator; then more ops while there is time.
     """
     begin, on_gpu = time.perf_counter(), device.type == "cuda"
     end = begin + budget
     plans = [alone(plan) for plan in plans]
-    own = _Kept(environment(device), keep)
+    own, speeds = _Kept(environment(device), keep), Speeds()
     if on_gpu:
         ahead = warm.Ahead([*plans, *hosted.designs(plans)], [alone(plan) for plan in later])
         own.add(gpu.attempted(gpu.constant_samples(device), "constants", report))
@@ -69,7 +71,7 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
             own.add(gpu.attempted(gpu.timed_op(wanted[0], device, PLAIN_SECONDS, host=False), str(wanted[0].op), report))
             timed_ops.append(wanted.pop(0))
             known = ahead.compiled
-            ready = next((i for i, (kernels, _) in enumerate(attention) if kernels in known), None)
+            ready = next((i for i, (kernels, request) in enumerate(attention) if kernels in known and request.op.dtype != "fp32"), None)
             if ready is not None:
                 timed_ops.append(attention.pop(ready)[1])
                 own.add(gpu.attempted(gpu.timed_op(timed_ops[-1], device, ATTENTION_SECONDS, host=False), str(timed_ops[-1].op), report))
@@ -80,36 +82,44 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
     if on_gpu:
         # what was not compiled in time would be compiled now, one kernel after another: last
         known = ahead.compiled
-        attention.sort(key=lambda one: one[0] not in known)
+        attention.sort(key=lambda one: (one[0] not in known, one[1].op.dtype == "fp32"))
         order = sorted(plans, key=lambda plan: not ahead.has(plan))
+        first = next((plan for plan in order if gpu.layer_precision(plan) != "fp32"), None)
         for number, (_, request) in enumerate(attention):
+            if first is not None and request.op.dtype == "fp32":
+                own.add(gpu.attempted(trained.context_sample(first, device), "context", report))
+                first = None
             if time.perf_counter() > begin + (COMPILE_SHARE + ATTENTION_SHARE) * budget:
                 report(f"out of time for attention before op {number + 1}/{len(attention)} of those that were left")
                 break
             own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
+        if first is not None:
+            own.add(gpu.attempted(trained.context_sample(first, device), "context", report))
         report(f"{len(own.samples)} samples with attention alone, {time.perf_counter() - begin:.0f} s")
         asked = {_shape(request.op.kind, request.op.variant, request.op.dtype, dict(request.op.features)): request for request in timed_ops}
         own.again(asked, plans[0].cluster.device, device, until=time.perf_counter() + AGAIN_SHARE * budget, report=report)
     for found in gpu.device_samples(order if on_gpu else plans, device, until=whole - HOST_SHARE * budget, report=report):
         own.add([found])
-    own.add(gpu.attempted(hosted.host_samples(plans, device, until=whole, report=report), "host", report))
+    own.add(gpu.attempted(hosted.host_samples(plans, device, until=whole, speeds=speeds, report=report), "host", report))
     report(f"{len(own.samples)} samples with those of the host, {time.perf_counter() - begin:.0f} s")
     if on_gpu:
         datasheet = plans[0].cluster.device
         known = fit(dataclasses.replace(own.environment, device_name=datasheet.name), own.samples, device=datasheet)
         # of those whose blocks were timed, so that a run shows what steps add; under the policy that keeps little the allocator's slack weighs most
         timed = [trained.under(plan, POLICIES[i // 4 % 2]) for i, plan in enumerate(p for p in order if gpu.layer_precision(p) == "bf16")]
-        own.add(gpu.attempted(trained.host_samples(known, timed, device, until=time.perf_counter() + HOST_RUNS_SHARE * budget, report=report),
-                              "host in whole steps", report))
-        own.add(gpu.attempted(trained.whole_samples(known, timed[:WHOLE_RUNS], device, until=end - compiling - LAST, report=report), "whole", report))
+        until = time.perf_counter() + HOST_RUNS_SHARE * budget
+        own.add(gpu.attempted(trained.host_samples(known, timed, device, speeds=speeds, until=until, report=report), "host in whole steps", report))
+        until = end - compiling - LAST
+        own.add(gpu.attempted(trained.whole_samples(known, timed[:WHOLE_RUNS], device, speeds=speeds, until=until, report=report), "whole", report))
+    own.add(list(speeds.samples(report)))
     if compiling:
         own.add(gpu.attempted(compiled.compiled_samples(plans, device, until=end - LAST, report=report), "compiled", report))
     for request in gpu.op_requests(plans[:OPS_PLANS], points=OP_POINTS, but=PLAIN_KINDS if on_gpu else frozenset()):
         if time.perf_counter() > end:
             break
         own.add(gpu.attempted(gpu.timed_op(request, device, PLAIN_SECONDS), str(request.op), report))
-    if on_gpu:  # at the end: a kernel that spills makes it larger for good
-        own.add([gpu.constant("context_bytes", gpu.context_bytes())])
+    if on_gpu:
+        report(f"the device holds {gpu.context_bytes() / 1e9:.2f} GB beside the allocator's at the end")
     report(f"{len(own.samples)} samples, {time.perf_counter() - begin:.0f} s")
     return own.environment, own.samples
 

@@ -1,6 +1,7 @@
 """Cores are timed one by one, and the thread is back where it was."""
 import itertools
 import os
+import threading
 
 import pytest
 
@@ -24,6 +25,21 @@ def test_every_core_is_visited_and_the_thread_is_back_behind():
 
     assert cores.speeds(sorted(before), timed) == {core: 1.1 + core for core in before}  # the shortest of several
     assert set(visited) == before and os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
+def test_full_speed_is_that_of_the_fastest_core_and_the_caller_stays_where_it_is():
+    before, callers = os.sched_getaffinity(0), []
+
+    def timed():
+        here = os.sched_getaffinity(0)
+        if threading.current_thread() is threading.main_thread():
+            callers.append(here)
+            return 5.0
+        return 2.0 + min(here)
+
+    assert cores.full_speed(timed) == min(2.0 + min(before), 5.0)
+    assert callers == [before] * cores.PIECES
 
 
 def test_the_spread_is_relative():

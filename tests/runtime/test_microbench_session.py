@@ -17,8 +17,8 @@ from costmodel.estimate import estimate
 from costmodel.plan import Layout, Plan
 from costmodel.regions import regions
 from costmodel.samples import Environment, Sample
-from runtime import cores
 from runtime.microbench import hosted, session, trained, warm
+from runtime.microbench.speed import Probed, Speeds
 
 CPU = torch.device("cpu")
 H200 = Device(name="H200-SXM", kind="gpu", peak_flops={"fp32": 67e12, "bf16": 989e12}, memory_bytes=141e9, memory_bandwidth=4.8e12)
@@ -56,13 +56,23 @@ def test_a_gpu_s_calibration_times_attention_as_it_is_compiled(monkeypatch):
     here, said = session.environment(CPU), []
     monkeypatch.setattr(session, "environment", lambda device: dataclasses.replace(here, device_kind="cuda"))
     for module, name in ((session.gpu, "timed_op"), (session.gpu, "device_samples"), (hosted, "host_samples"), (trained, "host_samples"),
-                         (trained, "whole_samples")):  # fmt: skip
-        place = {"timed_op": 1}.get(name, 2 if module is trained else 1)
+                         (trained, "whole_samples"), (trained, "context_sample")):  # fmt: skip
+        place = 2 if module is trained and name != "context_sample" else 1
         monkeypatch.setattr(module, name, functools.partial(
             lambda own, place, *given, **named: own(*(CPU if i == place else one for i, one in enumerate(given)), **named),
             getattr(module, name), place))
     monkeypatch.setattr(session.gpu, "constant_samples", lambda device: [])
-    monkeypatch.setattr(session.gpu, "context_bytes", lambda: 1e9)
+    # a kernel of fp32 makes the context larger for good, as in a calibration of 2026-12-01
+    wide, own_timed = [], session.gpu.timed_op
+
+    def timed_op(request, *given, **named):
+        if request.op.dtype == "fp32" and request.op.kind == "attention":
+            wide.append(request)
+        return own_timed(request, *given, **named)
+
+    monkeypatch.setattr(session.gpu, "timed_op", timed_op)
+    for module in (session.gpu, trained):
+        monkeypatch.setattr(module, "context_bytes", lambda: 5e9 if wide else 1e9)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 11.0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10.0)
     for module, name, value in ((trained, "STEPS", 2), (trained, "HOST_STEPS", 4), (hosted, "STEPS", 2), (hosted, "SAMPLES", 2),
@@ -93,7 +103,10 @@ def test_a_gpu_s_calibration_times_attention_as_it_is_compiled(monkeypatch):
     assert not any("cannot be timed" in line or "Error" in line for line in said), said
     constants = {(s.op.removeprefix("constant:"), s.variant) for s in samples if s.op.startswith("constant:")}
     assert {("host", "forward:product"), ("allocator_overhead", ""), ("context_bytes", ""), ("step_overhead", "")} <= constants
-    assert fit(found, samples, device=H200).constants["context_bytes"] == 1e9
+    known = fit(found, samples, device=H200)
+    assert known.constants["context_bytes"] == 1e9 and wide and any("5.00 GB" in line for line in said)
+    # the host's figures are those of full speed, what it was on average is one of its own
+    assert 1.0 <= known.constants["host/slow:p10"] <= known.constants["host/slow:p90"] and known.constants["host/slow"] >= 1.0
 
 
 def test_what_took_longer_than_its_neighbours_is_timed_again(monkeypatch):
@@ -125,6 +138,13 @@ def test_what_took_longer_than_its_neighbours_is_timed_again(monkeypatch):
     before = len(again)
     kept.again(asked, H200, CPU, until=0.0, report=said.append)
     assert len(again) == before
+
+
+def ran(phases: list[dict[str, float]], slow: float = 1.0):
+    """A trainer after steps of these phases, on a host `slow` times slower than where a piece takes a second."""
+    timer = Probed(CPU)
+    timer.pieces = [(slow, slow)] * len(phases)
+    return type("Ran", (), {"phases": phases, "timer": timer})()
 
 
 class _Task:
@@ -189,16 +209,17 @@ def test_products_on_rows_that_were_not_met_before_are_told_from_others(monkeypa
     for name, value in (("PRODUCT_WIDTH", 8), ("PRODUCT_ROWS", 32), ("PRODUCT_PAIRS", 5)):
         monkeypatch.setattr(hosted, name, value)
     monkeypatch.setattr(hosted.nn, "Linear", Slow)
-    found = hosted.new_products(CPU)
+    found = hosted.new_products(CPU, 1.0)
     assert found["forward:product"] == pytest.approx(2e-3, rel=0.3) and found["backward:product"] == pytest.approx(3e-3, rel=0.3)
 
 
-def test_figures_are_those_of_the_average_speed():
-    """Of runs at full speed and at half of it; each step's own is taken out of it before."""
+def test_figures_are_those_of_full_speed():
+    """Of runs at full speed and at half of it, whose steps' own slowness was taken out of them before."""
     part = hosted.Part(name="hstu@bf16", tensors=4, captured=False)
-    run = _ran((part,), lambda phase, name: 1e-3)
-    found = hosted.solved([run, dataclasses.replace(run, slow=2.0)])
-    assert found["forward:hstu@bf16"] == pytest.approx(1.5e-3) and found["other"] == pytest.approx(7.5e-5)
+    run, said = _ran((part,), lambda phase, name: 1e-3), []
+    found = hosted.solved([run, dataclasses.replace(run, slow=2.0)], said.append)
+    assert found["forward:hstu@bf16"] == pytest.approx(1e-3) and found["other"] == pytest.approx(5e-5)
+    assert any("1.50 times slower" in line for line in said)
 
 
 def test_designs_leave_the_device_nothing_to_do_and_hold_every_kind_under_every_policy():
@@ -218,8 +239,8 @@ def test_designs_leave_the_device_nothing_to_do_and_hold_every_kind_under_every_
 def test_blocks_of_a_run_fill_its_passes(monkeypatch):
     monkeypatch.setattr(hosted, "STEPS", 2)
     monkeypatch.setattr(hosted, "LENGTH", 12)
-    found = hosted.spent(hosted.mixed(drawn(), [drawn()], micro=2), CPU, cores.piece())
-    assert found.slow >= 1.0
+    found = hosted.spent(hosted.mixed(drawn(), [drawn()], micro=2), CPU, speeds := Speeds())
+    assert found.slow >= 1.0 and {s.variant for s in speeds.samples()} == {"slow", "slow:p10", "slow:p50", "slow:p90"}
     for phase in ("forward", "backward"):
         whole = sum(sum(found.blocks[phase, m]) + found.beside[phase, m] for m in range(2))
         assert whole == pytest.approx(found.phases[phase], rel=0.3) and all(s > 0 for s in found.blocks[phase, 0])
@@ -233,7 +254,7 @@ def test_steps_that_the_device_makes_show_what_they_make_of_blocks(monkeypatch, 
     plans = [dataclasses.replace(drawn(), seed=i) for i in range(4)]
 
     def run(plan, device, steps):
-        return type("Ran", (), {"phases": [{**made, "backward": slower * made["backward"]}] * steps})()
+        return ran([{**made, "backward": slower * made["backward"]}] * steps)
 
     monkeypatch.setattr(trained, "short_run", run)
     monkeypatch.setattr(trained, "estimate", lambda plan, calibration: type("Made", (), {"phases": {
@@ -243,16 +264,19 @@ def test_steps_that_the_device_makes_show_what_they_make_of_blocks(monkeypatch, 
     for name, value in (("max_memory_reserved", 11.0), ("max_memory_allocated", 10.0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     said = []
-    found = [(s.op.removeprefix("constant:"), s.variant, s.seconds) for s in trained.whole_samples(None, plans, CPU, report=said.append)]
+    found = [(s.op.removeprefix("constant:"), s.variant, s.seconds)
+             for s in trained.whole_samples(None, plans, CPU, speeds=Speeds(1.0), report=said.append)]  # fmt: skip
     assert found.count(("step_overhead", "", 1e-5)) == 4 and "the host makes its steps" in said[3]
     rest = dict(((name, variant), value) for name, variant, value in found)
     assert rest["allocator_overhead", ""] == pytest.approx(trained.LEAST_SLACK) and rest["in_step", "forward"] == pytest.approx(1.0)
     assert rest["in_step", "backward"] == pytest.approx(min(slower, trained.IN_STEP[1]))
-    assert not any(name == "in_step" for name, *_ in [(s.op.removeprefix("constant:"),) for s in trained.whole_samples(None, plans[:2], CPU)])
+    few = trained.whole_samples(None, plans[:2], CPU, speeds=Speeds(1.0))
+    assert not any(s.op == "constant:in_step" for s in few)
 
 
 def test_steps_that_the_host_makes_show_what_they_make_of_its_parts(monkeypatch):
-    """Of batches so small that the device waits; steps of one run that something stopped for a while do not count, nor one run in five."""
+    """Of batches so small that the device waits; steps of one run that something stopped for a while do not count, nor one run in five. Runs at half
+    the host's speed say the same as those at full speed, and the speed that is expected is told by itself."""
     seconds = {"input": 1e-4, "other": 1e-4, "optimizer": 1e-5, "tensor": 1e-6, "lookup": 1e-4, "update": 1e-4, "forward:loss": 1e-4,
                "backward:loss": 1e-4}  # fmt: skip
     for phase in ("forward", "backward"):
@@ -266,17 +290,23 @@ def test_steps_that_the_host_makes_show_what_they_make_of_its_parts(monkeypatch)
     assert estimate(large, known).maker == "device"
     wanted = trained.host_made(large, known)
     assert wanted is not None and trained.FEWEST_SAMPLES < wanted.local_batch < large.local_batch and estimate(wanted, known).maker == "host"
-    took = iter((1.2, 1.2, 3.0, 1.1, 1.3))
+    took = iter(((1.2, 1.0), (1.2, 2.0), (3.0, 1.0), (1.1, 2.0), (1.3, 2.0)))
 
     def run(plan, device, steps):
-        each = next(took) * estimate(plan, known).step_time.value
-        return type("Ran", (), {"phases": [{"forward": each}] * (steps - 1) + [{"forward": 40 * each}]})()
+        ratio, slow = next(took)
+        each = slow * ratio * estimate(plan, known).step_time.value
+        return ran([{"forward": each}] * (steps - 1) + [{"forward": 40 * each}], slow)
 
     monkeypatch.setattr(trained, "short_run", run)
-    (found,) = trained.host_samples(known, [large] * 5, CPU)
+    speeds = Speeds(1.0)
+    (found,) = trained.host_samples(known, [large] * 5, CPU, speeds=speeds)
     assert (found.op, found.variant, found.seconds) == ("constant:in_step", "host", pytest.approx(1.2))
     after = fit(Environment(device_name=H200.name, device_kind="cuda"), [*samples, found], device=H200)
     assert estimate(wanted, after).step_time.value == pytest.approx(1.2 * estimate(wanted, known).step_time.value, rel=1e-6)
+    slow = {s.variant: s.seconds for s in speeds.samples()}
+    assert slow["slow:p10"] == 1.0 and slow["slow:p90"] == 2.0 and 1.2 < slow["slow"] < 1.5
+    after = fit(Environment(device_name=H200.name, device_kind="cuda"), [*samples, found, *speeds.samples()], device=H200)
+    assert estimate(wanted, after).step_time.value == pytest.approx(slow["slow"] * 1.2 * estimate(wanted, known).step_time.value, rel=1e-6)
 
 
 def test_what_steps_add_grows_with_the_share_of_the_peak():
