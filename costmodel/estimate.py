@@ -7,6 +7,8 @@
                  that of ranks which meet in their collectives (costmodel.peers)
     phases       a run reports means over ranks, on which the slowest rank's extra work is waiting: phases are the average rank's, and the step
                  minus their sum is exposed communication
+    maker        what makes the step on GPUs: `device`, `host`, or `either` where that hangs on how fast the host happens to be
+                 (`costmodel.hosttime.HostTimes.may_make`); residuals are told apart by it
     local MFU    model FLOPs / (step without exposed communication and contention x dense peak of bf16, on a CPU of fp32)
     limiting     the largest of: exposed communication by tier, input, host (launches and waits), compute and hbm_bandwidth
                  (device time by its ops' roof)
@@ -37,6 +39,8 @@ from costmodel.stepgraph import COMPUTE, PHASES
 # say better].
 FLOOR_WIDTH = {"cpu": 0.12, "gpu": 0.06}
 WAITED_PHASES = ("input", "sparse", "forward", "backward", "optimizer")
+# By what `HostTimes.may_make` says.
+MAKERS: dict[bool | None, Literal["host", "device", "either"]] = {True: "host", False: "device", None: "either"}
 # A source that makes less than this share of a figure does not name it.
 NEGLIGIBLE = 0.01
 
@@ -48,7 +52,8 @@ class Estimate:
     phases sum to the step. limiting: e.g. `compute`, `hbm_bandwidth`, `communication:rdma`, `input`, `host`. flops_per_rank: model FLOPs of a step;
     local_mfu with `mfu_peak` as its denominator [FLOP/s]. by_source: share of serial time by source. exposed: seconds by tier. imbalance: the
     slowest rank over the average by what it counts. alone: seconds in which a collective runs on a device and no compute does, mean over ranks, as a
-    trace shows them; not those in which compute waits for the host as well (`exposed_communication`).
+    trace shows them; not those in which compute waits for the host as well (`exposed_communication`). host: main-thread seconds of a step in which
+    the host has a lead over the device, and device: what it is compared with; None elsewhere.
     """
 
     step_time: Quantity
@@ -64,9 +69,11 @@ class Estimate:
     mode: Literal["simulated", "bound"]
     exposed: dict[str, float]
     imbalance: dict[str, float]
-    maker: Literal["host", "device"] = "device"
+    maker: Literal["host", "device", "either"] = "device"
     notes: tuple[str, ...] = ()
     alone: float = 0.0
+    host: float | None = None
+    device: float | None = None
 
 
 def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simulated", "bound"] = "simulated") -> Estimate:
@@ -95,8 +102,11 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         parts = steady.phases(parts)
         total = sum(parts.values())
         parts = {name: value * seconds / total if total > 0 else value for name, value in parts.items()}
-    maker = "host" if steady is not None and steady.launch > max(_compute_seconds(lowered) if met is not None else steady.device, steady.load) else (
-        "device")
+    host = device = None
+    maker = "device"
+    if steady is not None:
+        host, device = steady.launch, max(_compute_seconds(lowered) if met is not None else steady.device, steady.load)
+        maker = MAKERS[pricer(plan, calibration).host.may_make(host, device)]
     sources = _by_source(lowered)
     widened = widening(sources)
     step = _interval(seconds, lowered.parts, "step", plan, calibration, seconds, maker, widened)
@@ -113,7 +123,7 @@ def estimate(plan: Plan, calibration: Calibration | None, *, mode: Literal["simu
         limiting=_limiting(lowered, timeline, parts, steady),
         flops_per_rank=lowered.model_flops, local_mfu=lowered.model_flops / (local * peak) if local > 0 else None, mfu_peak=peak,
         examples_per_second=rate, by_source=sources, mode=mode, exposed=exposed, imbalance=slowest.report(), maker=maker,
-        notes=lowered.notes, alone=average.alone if average is not None else 0.0,
+        host=host, device=device, notes=lowered.notes, alone=average.alone if average is not None else 0.0,
         dollars_per_billion_examples=None if price is None else 1e9 / rate * plan.layout.world_size * price.dollars_per_device_hour / 3600)
 
 

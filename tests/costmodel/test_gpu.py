@@ -235,3 +235,42 @@ def test_the_host_s_time_is_the_sum_of_the_parts_that_a_trainer_showed(policy):
     assert sum(launches(lower(plan, known).graph).values()) == pytest.approx(sum(expected.values()) - 4e-3 - 1e-4)
     eager, captured = (estimate(dataclasses.replace(plan, execution=e, accumulation=1), known).step_time.value for e in ("eager", "cuda_graph"))
     assert captured < eager
+
+
+def test_a_host_is_expected_to_be_as_slow_as_the_calibration_saw_it():
+    """Every figure of one GPU's steps, but no ratio and nothing that ranks measured with their slowness inside; without it all is as it was."""
+    plan = one_gpu(local_batch=4, accumulation=2)
+    known = host_calibrated(plan)
+    made = estimate(plan, known)
+    slow = known.with_constants({"host/slow": 1.5, "host/slow:p90": 2.0})
+    assert made.maker == "host" and estimate(plan, slow).step_time.value == pytest.approx(1.5 * made.step_time.value)
+    assert estimate(plan, slow.with_constants({"host/slow": 1.0})).step_time.value == made.step_time.value
+    assert estimate(plan, slow).host == pytest.approx(1.5 * made.host) and estimate(plan, slow).device == made.device < made.host
+    several = {"host/spread": 0.3, "host/fsdp_gather": 1e-3, "host/fsdp_gather:tensor": 1e-5, "host/exchange:forward": 1e-3, "host/other": 1e-3,
+               "in_step/host": 1.2}  # fmt: skip
+    plain, under = HostTimes(several), HostTimes({**several, "host/slow": 1.5})
+    for name, factor in (("spread", 1.0), ("fsdp_gather", 1.0), ("exchange:forward", 1.0), ("other", 1.5)):
+        assert under.get(name) == pytest.approx(factor * plain.get(name)), name
+    assert plain.get("spread") == 0.3 and plain.get("other") == pytest.approx(1.2e-3)
+
+
+def test_what_makes_a_step_can_hang_on_the_host_s_speed():
+    """At full speed 1, at its slowest 2 seconds of the host, whose expected time is 1.25."""
+    host = HostTimes({"host/other": 1.0, "host/slow": 1.25})
+    assert [host.may_make(1.25, device) for device in (0.9, 1.1, 1.9, 2.1)] == [True, None, None, False]
+    for constants in ({"host/other": 1.0}, {"host/other": 1.0, "host/slow": 1.0}):  # nothing is known of its speed, or that it is full
+        assert [HostTimes(constants).may_make(1.25, device) for device in (0.9, 1.1, 1.9, 2.1)] == [True, True, False, False]
+
+
+def test_a_step_that_either_makes_has_residuals_of_its_own():
+    plan = one_gpu(local_batch=4, accumulation=2)
+    known = host_calibrated(plan)
+    made = estimate(plan, known)
+    quicker = made.device / (1.3 * made.host)  # a host that at full speed needs less than the device
+    known = known.with_constants({name: quicker * value for name, value in known.constants.items()})
+    under = known.with_constants({"host/slow": 1.01})
+    found = estimate(plan, under)
+    assert found.host / 1.01 < found.device < 2.0 * found.host / 1.01 and found.maker == "either" and estimate(plan, known).maker == "device"
+    residuals = {"step@either": (0.1,) * 12 + (0.3,) * 12, "step@device": (0.0,) * 24, "step@host": (-0.2,) * 24}
+    step = estimate(plan, dataclasses.replace(under, run_residuals=residuals)).step_time
+    assert step.high > 1.2 * step.value >= step.low
