@@ -8,10 +8,11 @@
 
 `--residuals` plans, of a seed of their own, give the intervals: they are neither fitted nor scored. Every prediction is written before the
 plan runs. Between two plans everything of the last one is dropped, libraries' workspaces with it, and the caching allocator emptied, so that peaks
-are a plan's own. Every plan runs up to VISITS times with others between, as far as time allows (`next_visits`), and the median of its visits counts:
-the same steps of one process, alone on a leased host, took 22 to 45 ms of its thread's own processor time within ten seconds, and one plan in fifty,
-which its device makes, took 41 ms where its neighbours took 34 and 28 (an H200's host, 2026-12-01). `calibrate` and `run` need `runtime` and
-`costmodel` only.
+are a plan's own. Every plan runs twice and up to VISITS times with others between, as far as time allows (`next_visits`), and the median of its
+visits counts: the same steps of one process, alone on a leased host, took 22 to 45 ms of its thread's own processor time within ten seconds, and one
+plan in fifty, which its device makes, took 41 ms where its neighbours took 34 and 28 (an H200's host, 2026-12-01). A piece of Python before and
+after every step says how fast the host was (`runtime.microbench.speed`): a diagnosis, no part of what is scored. `calibrate` and `run` need `runtime`
+and `costmodel` only.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ RUN_SECONDS, MIN_STEPS, MAX_STEPS = 0.6, 8, 100
 # Plans that give the intervals, and what is added to the seed for them.
 RESIDUALS, RESIDUAL_SEED = 24, 1_000_003
 ALLOCATOR, SAMPLES, MEASURED = "PYTORCH_CUDA_ALLOC_CONF", "samples.jsonl", "measured.json"
-# Visits of a plan at most; between two of them a step is the same within so much, else a third decides.
-VISITS, ALIKE = 3, 0.05
+# Visits of a plan at most, and of one whose host and device need within NEAR times as long as one another before others are visited again; between
+# two of them a step is the same within ALIKE, and the host within SAME_SPEED.
+VISITS, FIRST_VISITS, NEAR, ALIKE, SAME_SPEED = 5, 3, 2.0, 0.05, 0.15
 RUN = "run.json"
 RESIDUAL_FILE, REFITTED = "calibration-residuals.json", "calibration-refitted.json"
 SCENARIO, CLUSTER = "scenarios/gem-1xh200.yaml", Path(__file__).with_name("fidelity_gpu_cluster.json")
@@ -115,45 +117,67 @@ def drawn(cluster: Cluster, *, seed: int, count: int, residuals: int = RESIDUALS
 def run(paths: list[Path], device, *, until: float) -> None:
     """Executes plans that have no result until the clock says `until`, then plans again (`next_visits`). A plan that does not end is recorded too, so
     that it is not tried again."""
+    from runtime.cores import full_speed
+
+    fastest = full_speed()
     for number, path in enumerate(paths, start=1):
         if (path.parent / RUN).exists():
             continue
         if time.perf_counter() > until:
             _say(f"out of time before {path.parent.name}, {number - 1} of {len(paths)}")
             return
-        _visit(path, device, f"{number}/{len(paths)}")
+        _visit(path, device, f"{number}/{len(paths)}", fastest=fastest)
     while wanted := next_visits(paths):
         for path in wanted:
             if time.perf_counter() > until:
                 _say(f"out of time for more visits: {len(wanted)} plans or fewer are left")
                 return
             found = json.loads((path.parent / RUN).read_text())
-            _visit(path, device, f"visit {len(found['visits_s']) + 1}", found)
+            _visit(path, device, f"visit {len(found['visits_s']) + 1}", found, fastest=fastest)
 
 
 def next_visits(paths: list[Path]) -> list[Path]:
-    """Plans to run once more, in the order of their need: those whose steps the host is predicted to make until they have VISITS visits; those that
-    were visited once; those whose two visits differ by more than ALIKE. What was predicted of a step's length has no part in it."""
-    turns: tuple[list[Path], ...] = ([], [], [])
+    """Plans to run once more, in the order of their need: those that are near, whose host and device are predicted to need within NEAR times as long
+    as one another or whose steps the host makes, until they have FIRST_VISITS; those that were visited once; then those that are near and those
+    whose visits, or the host's speeds in them, differ, the least visited first, up to VISITS. What was predicted of a step's length has no part in
+    it."""
+    once: tuple[list[Path], ...] = ([], [])
+    more: dict[int, list[Path]] = {}
     for path in paths:
         found = json.loads((path.parent / RUN).read_text()) if (path.parent / RUN).exists() else {"failed": "not run"}
-        if "failed" in found or len(visits := found["visits_s"]) >= VISITS:
+        if "failed" in found or (count := len(found["visits_s"])) >= VISITS:
             continue
-        if len(visits) == 1:
-            turns[0 if Plan.load(path).prediction["maker"] == "host" else 1].append(path)
-        elif Plan.load(path).prediction["maker"] == "host" or max(visits) > (1.0 + ALIKE) * min(visits):
-            turns[2].append(path)
-    return next(([*turn] for turn in turns if turn), [])
+        near = _near(Plan.load(path).prediction)
+        if count < FIRST_VISITS and near:
+            once[0].append(path)
+        elif count == 1:
+            once[1].append(path)
+        elif near or _differ(found["visits_s"], ALIKE) or _differ(found.get("visits_slow", ()), SAME_SPEED):
+            more.setdefault(count, []).append(path)
+    if once[0]:  # once around before one of them runs again
+        counts = {path: len(json.loads((path.parent / RUN).read_text())["visits_s"]) for path in once[0]}
+        return [path for path in once[0] if counts[path] == min(counts.values())]
+    return once[1] or more.get(min(more, default=0), [])
 
 
-def _visit(path: Path, device, what: str, before: dict[str, Any] | None = None) -> None:
+def _near(prediction: dict[str, Any]) -> bool:
+    """Whether host and device are predicted to need within NEAR times as long as one another, or the host makes the step."""
+    host, device = prediction.get("host"), prediction.get("device")
+    return prediction["maker"] != "device" or (host is not None and device is not None and NEAR * host > device)
+
+
+def _differ(values: Sequence[float], within: float) -> bool:
+    return len(values) > 1 and max(values) > (1.0 + within) * min(values)
+
+
+def _visit(path: Path, device, what: str, before: dict[str, Any] | None = None, *, fastest: float) -> None:
     """Executes a plan and keeps what was found, with what an earlier visit found."""
     target, plan = path.parent / RUN, Plan.load(path)
     expected = plan.prediction["step_time"]["value"]
     if before is None:
         target.write_text(json.dumps({"failed": "did not end"}) + "\n")
     try:
-        found = execute(plan, device, expected=expected)
+        found = execute(plan, device, expected=expected, fastest=fastest)
     except Exception as error:  # out of memory, say: recorded, so that it can be counted and is not tried again
         found = {"failed": (str(error).splitlines() or [type(error).__name__])[0]}
         if before is None:
@@ -165,7 +189,7 @@ def _visit(path: Path, device, what: str, before: dict[str, Any] | None = None) 
     if "failed" not in found:
         measured = typical(found["steps_s"])
         _say(f"{what} {path.parent.name}: predicted {expected * 1e3:.1f} ms, measured {measured * 1e3:.1f} ms "
-             f"({expected / measured - 1:+.1%}), {found['wall_s']:.1f} s")  # fmt: skip
+             f"({expected / measured - 1:+.1%}), host {found['visits_slow'][-1]:.2f} times slower, {found['wall_s']:.1f} s")  # fmt: skip
 
 
 def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -180,21 +204,27 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     measured = {**other, "examples_per_second": rate, "step_time_s": {**other["step_time_s"], **times}, "memory_bytes": memory,
                 "phases_s": {name: (count * one["phases_s"][name] + value) / (count + 1) for name, value in other["phases_s"].items()}}
     phases = {key: {name: [*before[key][name], *values] for name, values in found[key].items()} for key in ("visits_device_s", "visits_host_s")}
-    return {**found, **phases, "measured": measured, "steps_s": steps, "visits_s": [*before["visits_s"], *found["visits_s"]],
+    each = {key: [*before[key], *found[key]] for key in ("visits_s", "visits_slow", "pieces_s") if key in before and key in found}
+    return {**found, **phases, **each, "measured": measured, "steps_s": steps,
+            "full_speed_s": min(one["full_speed_s"] for one in (before, found) if "full_speed_s" in one) if "full_speed_s" in found else None,
             "held_before": max(before["held_before"], found["held_before"])}
 
 
-def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
-    """Trains a few steps of `plan`, whose step is expected to take `expected` seconds; what the trainer measured, encoded, and besides
+def execute(plan: Plan, device, *, expected: float, fastest: float | None = None) -> dict[str, Any]:
+    """Trains a few steps of `plan`, whose step is expected to take `expected` seconds, on a host where a piece of Python takes `fastest` seconds at
+    full speed (default: as is found now); what the trainer measured, encoded, and besides
 
     held_before: bytes that the process had allocated before, which are no plan's; steps_s: every measured step; visits_s: the `typical` one of the
-    visit; visits_device_s, visits_host_s: the same by phase; context_bytes: what the device had taken beyond the allocator (None on a CPU);
-    wall_s: of the whole call.
+    visit; visits_device_s, visits_host_s: the same by phase; pieces_s: seconds of the piece of Python before and after every measured step, which are
+    in no step; visits_slow: the host's mean slowness over the visit's steps, by them and full_speed_s, which is `fastest`; context_bytes: what the
+    device had taken beyond the allocator (None on a CPU); wall_s: of the whole call.
     """
     import torch
 
+    from runtime.cores import full_speed
     from runtime.data import open_source
     from runtime.microbench.gpu import context_bytes
+    from runtime.microbench.speed import Probed, slowness
     from runtime.trainer import WARMUP_STEPS, Trainer
 
     begin = time.perf_counter()
@@ -203,11 +233,12 @@ def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
     if device.type == "cuda":
         held = torch.cuda.memory_allocated()
     source = open_source(plan.model, plan.workload, seed=plan.seed)
-    trainer = Trainer(plan, source, device=device)
+    trainer = Trainer(plan, source, device=device, timer=Probed(device))
     trainer.train(WARMUP_STEPS + max(MIN_STEPS, min(MAX_STEPS, math.ceil(RUN_SECONDS / expected))))
     measured, warmup = trainer.measured()
     assert measured is not None
     steps = [sum(step.values()) for step in trainer.phases[warmup:]]
+    pieces, fastest = trainer.timer.pieces[warmup:], fastest or full_speed()
     found = {
         "measured": encode(measured),
         "warmup_steps": warmup,
@@ -215,6 +246,9 @@ def execute(plan: Plan, device, *, expected: float) -> dict[str, Any]:
         "visits_device_s": _typical(trainer.phases[warmup:]),
         "visits_s": [typical(steps)],
         "steps_s": steps,
+        "pieces_s": pieces,
+        "full_speed_s": fastest,
+        "visits_slow": [float(slowness(pieces, fastest).mean())],
         "final_loss": trainer.losses[-1],
         "context_bytes": context_bytes() if device.type == "cuda" else None,
         "held_before": held,
@@ -279,9 +313,10 @@ def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path
     counts = [len(one.found["visits_s"]) for one in residual + scored]
     often = ", ".join(f"{counts.count(n)} ran {n} time{'s' * (n > 1)}" for n in sorted(set(counts)))
     intro = (f"{len(scored)} plans drawn from: {space.describe()}. Every plan was predicted before it ran; none was used to calibrate. "
-             f"Intervals come from {len(residual)} runs that are neither fitted nor scored. Of all these plans {often}, with others between: a third "
-             f"time those whose steps the host was predicted to make and those whose first two differed by more than {ALIKE:.0%}, as far as time "
-             f"allowed. Measured is the median over visits of the mean step without the fastest and slowest tenth. "
+             f"Intervals come from {len(residual)} runs that are neither fitted nor scored. Of all these plans {often}, with others between: more "
+             f"often those whose host was predicted to need more than 1/{NEAR:g} of what the device needs, and those whose visits differed by more "
+             f"than {ALIKE:.0%} or whose host's speeds by more than {SAME_SPEED:.0%}, as far as time allowed. Measured is the median over visits of "
+             f"the mean step without the fastest and slowest tenth. "
              f"Error = predicted / measured - 1. Failed: {'; '.join(failed) or 'none'}.")  # fmt: skip
     measured = json.loads((work / MEASURED).read_text()) if (work / MEASURED).exists() else None
     return results.write("fidelity-h200", found, command=command,

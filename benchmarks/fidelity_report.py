@@ -17,6 +17,7 @@ from benchmarks.results import Row
 from costmodel.calibration import Calibration
 from costmodel.calibration import load as load_calibration
 from costmodel.estimate import estimate
+from costmodel.hosttime import PREFIX, SLOW
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES
 
@@ -25,6 +26,8 @@ GROUP_PLANS, COVERAGE = 5, 0.90
 SMALL_PHASE = 0.005
 TRIMMED = 0.1
 SPEED_ROUNDS = 25
+# The constant that says how slow the host is expected to be, and what is notably slow.
+EXPECTED, NOTABLY = f"{PREFIX}{SLOW}", 1.3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class Run:
 
     @property
     def maker(self) -> str:
-        """`host` or `device`, as it was predicted."""
+        """`host`, `device` or `either`, as it was predicted."""
         return self.plan.prediction["maker"]
 
     @property
@@ -61,6 +64,12 @@ class Run:
         steps, visits = np.array(self.found["steps_s"]), self.found["visits_s"]
         within = 1.48 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(len(steps))
         return max(within, statistics.stdev(visits) / math.sqrt(len(visits)) if len(visits) > 1 else 0.0)
+
+    @property
+    def slowness(self) -> np.ndarray:
+        """How many times slower than at full speed the host was, by step."""
+        found = np.mean(self.found["pieces_s"], axis=1)
+        return np.maximum(1.0, found / self.found["full_speed_s"])
 
     def pairs(self) -> dict[str, tuple[float, float]]:
         """`step` and every phase: (predicted, measured) seconds."""
@@ -90,7 +99,7 @@ def typical(seconds: Sequence[float]) -> float:
 def rows(runs: list[Run], calibration: Calibration, *, load: Path) -> list[Row]:
     """Figures of the whole set, then one row a plan. `calibration` carries the residuals; `load`: a file of it, to time reading it."""
     return [*_step_rows(runs), *_ranking_rows(runs), *_memory_rows(runs), *_interval_rows(runs, calibration), *_speed_rows(runs, load),
-            *[_plan_row(one) for one in runs]]  # fmt: skip
+            *_host_rows(runs, calibration), *[_plan_row(one) for one in runs]]  # fmt: skip
 
 
 def again_rows(runs: list[Run]) -> list[Row]:
@@ -111,10 +120,10 @@ def _errors(runs: list[Run]) -> tuple[np.ndarray, float]:
 def _bound_rows(runs: list[Run]) -> list[Row]:
     """Errors apart for steps that the device makes and steps that its host makes, as predicted."""
     found = []
-    for name in ("device", "host"):
-        if chosen := [run for run in runs if run.maker == name]:
+    for maker, name in (("device", "the device"), ("host", "the host"), ("either", "either of them, by the host's speed,")):
+        if chosen := [run for run in runs if run.maker == maker]:
             errors, bias = _errors(chosen)
-            found.append(Row(name=f"steps that the {name} was predicted to make: absolute error, median", value=float(np.median(errors)), unit="%",
+            found.append(Row(name=f"steps that {name} was predicted to make: absolute error, median", value=float(np.median(errors)), unit="%",
                              better="lower", note=f"measured here, {len(chosen)} plans; worst {errors.max():.1f} %, bias {bias:+.1f} %"))  # fmt: skip
     return found
 
@@ -201,6 +210,40 @@ def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
     return centre - half, centre + half
 
 
+def _host_rows(runs: list[Run], calibration: Calibration) -> list[Row]:
+    """A diagnosis beside the score: how slow the host was while steps ran, and the errors of predictions that are told so, where the calibration
+    tells the host's slowness from its figures."""
+    runs = [one for one in runs if one.found.get("visits_slow")]
+    if not runs:
+        return []
+    slow = np.concatenate([one.slowness for one in runs])
+    note = f"diagnosis, not scored: a piece of Python before and after each of {len(slow)} steps of {len(runs)} plans"
+    known = calibration.constants.get(EXPECTED)
+    expected = "" if known is None else f"; {known:.2f} was expected"
+    found = [Row(name="host while plans ran: times slower than at full speed, mean over steps", value=float(slow.mean()), unit="", better="lower",
+                 note=note + expected),
+             Row(name=f"host while plans ran: steps at which it was more than {NOTABLY:g} times slower", value=100 * float(np.mean(slow > NOTABLY)),
+                 unit="%", better="lower", note=note)]  # fmt: skip
+    if known is None:
+        return found
+    told = [(one, _told(one, calibration) / one.measured - 1.0) for one in runs]
+    for name, chosen in (("all plans", told), ("plans that the host was predicted to make", [(one, e) for one, e in told if one.maker == "host"]),
+                         ("plans that either was predicted to make", [(one, e) for one, e in told if one.maker == "either"])):  # fmt: skip
+        if chosen:
+            errors = np.array([100 * abs(e) for _, e in chosen])
+            bias = 100 * math.expm1(float(np.mean([math.log1p(e) for _, e in chosen])))
+            note = f"diagnosis, not scored: predicted again, by present code, with the host as slow as it was in each visit; {len(chosen)} plans"
+            figures = {"median": float(np.median(errors)), "p90": float(np.quantile(errors, 0.9)), "worst": float(errors.max()), "bias": bias}
+            found += [Row(name=f"step time told of the host's speed, {name}: {what}", value=value, unit="%", better="lower", note=note)
+                      for what, value in figures.items()]  # fmt: skip
+    return found
+
+
+def _told(one: Run, calibration: Calibration) -> float:
+    """Seconds a step with the host as slow as it was: the median over visits, as what is measured."""
+    return statistics.median(estimate(one.plan, calibration.with_constants({EXPECTED: slow})).step_time.value for slow in one.found["visits_slow"])
+
+
 def _interval_rows(runs: list[Run], calibration: Calibration) -> list[Row]:
     """Of the step and every phase of at least SMALL_PHASE of it, under the calibration with its residuals; points stay as they were predicted."""
     hits, widths = [], []
@@ -254,9 +297,11 @@ def _plan_row(one: Run) -> Row:
             f"batch {plan.local_batch} x {plan.accumulation}, {option.precision}, checkpoint {option.checkpoint}, {plan.execution}")  # fmt: skip
     phases = ", ".join(f"{name} {1e3 * measured:.2f} ({1e3 * predicted:.2f})" for name, (predicted, measured) in one.pairs().items()
                        if name != "step" and measured > SMALL_PHASE * one.measured)  # fmt: skip
+    slow = "".join(f" {slow:.2f}" for slow in one.found.get("visits_slow", ()))
+    host = f", host slower by{slow}" if slow else ""
     return Row(name=f"plan {one.name}", value=one.measured * 1e3, unit="ms a step", better="lower",
                note=f"predicted {one.predicted * 1e3:.2f} ms ({one.error:+.1%}) by the {one.maker}; {what}; phases (predicted): {phases}; "
-                    f"visits {' '.join(f'{1e3 * visit:.2f}' for visit in one.found['visits_s'])} ms{_memory_note(one)}")  # fmt: skip
+                    f"visits {' '.join(f'{1e3 * visit:.2f}' for visit in one.found['visits_s'])} ms{host}{_memory_note(one)}")  # fmt: skip
 
 
 def _memory_note(one: Run) -> str:

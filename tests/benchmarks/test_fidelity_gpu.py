@@ -67,6 +67,11 @@ def test_plans_are_predicted_run_and_reported(tmp_path, monkeypatch):
     assert found["configurations scored"]["value"] == 2 and not found["configurations scored"]["passed"]
     assert found["step time, absolute error: worst"]["value"] == pytest.approx(100 * max(abs(s.error) for s in scored))
     assert "plan scored-1-0-1" in found
+    run = json.loads(before)
+    assert len(run["pieces_s"]) == len(run["steps_s"]) == 3 * len(run["visits_s"]) == 3 * fidelity_gpu.VISITS
+    assert all(a > 0 and b > 0 for a, b in run["pieces_s"])
+    assert found["host while plans ran: times slower than at full speed, mean over steps"]["value"] >= 1.0
+    assert not any("told of the host's speed" in name for name in found)  # a calibration that does not tell it
     where = {"date": "2026-11-30T18:00:00+00:00", "commit": "abc", "environment": {**results.environment(), "device": "NVIDIA H200"}}
     (tmp_path / fidelity_gpu.MEASURED).write_text(json.dumps(where))
     fidelity_gpu.report(paths, tmp_path, calibration, out=tmp_path, command="test")  # elsewhere than where it was measured
@@ -81,11 +86,11 @@ def test_a_typical_step_is_no_jump_between_two_speeds():
     assert fidelity_report.typical([*fast[:9], 50.0]) == pytest.approx(1.0) and fidelity_report.typical([1.0, 2.0]) == pytest.approx(1.5)
 
 
-def visit(step: float, *, reserved: float = 1.0) -> dict:
+def visit(step: float, *, reserved: float = 1.0, slow: float = 1.0) -> dict:
     return {"measured": {"step_time_s": {"median": step, "mean": step, "p10": step, "p90": step}, "phases_s": {"forward": step},
                          "memory_bytes": {"reserved": reserved, "peak_allocated": None}, "examples_per_second": 10.0 / step},
             "steps_s": [step] * 3, "visits_s": [step], "visits_host_s": {"forward": [step / 2]}, "visits_device_s": {"forward": [step]},
-            "final_loss": 1.0, "held_before": 0}  # fmt: skip
+            "pieces_s": [[slow, slow]] * 3, "visits_slow": [slow], "full_speed_s": 1.0, "final_loss": 1.0, "held_before": 0}  # fmt: skip
 
 
 def test_visits_of_a_plan_are_merged():
@@ -93,6 +98,7 @@ def test_visits_of_a_plan_are_merged():
     found = fidelity_gpu.merged(found, visit(3.0, reserved=6.0))
     assert found["visits_s"] == found["visits_device_s"]["forward"] == [1.0, 2.0, 3.0] and found["visits_host_s"]["forward"] == [0.5, 1.0, 1.5]
     assert found["steps_s"] == [1.0] * 3 + [2.0] * 3 + [3.0] * 3
+    assert len(found["pieces_s"]) == 9 and found["visits_slow"] == [1.0] * 3 and found["full_speed_s"] == 1.0
     measured = found["measured"]
     assert measured["step_time_s"]["median"] == measured["phases_s"]["forward"] == pytest.approx(2.0)
     assert measured["memory_bytes"] == {"reserved": 6.0, "peak_allocated": None} and measured["examples_per_second"] == pytest.approx(5.0)
@@ -106,28 +112,41 @@ def test_a_disturbed_visit_does_not_count_once_two_others_agree():
 
 
 def test_who_is_visited_again(tmp_path):
-    """First every plan twice, those that the host makes before the others, then those whose visits differ; never a plan that failed."""
-    def put(name: str, found: dict, maker: str) -> Path:
+    """First those that host and device make in nearly the same time, three times, then the others once more; then those that are near and those whose
+    visits or whose host's speeds differ, the least visited first; never a plan that failed."""
+    def put(name: str, found: dict, maker: str, device: float) -> Path:
         path = tmp_path / name / "plan.json"
         path.parent.mkdir()
         plan = small_plan()
-        dataclasses.replace(plan, prediction={**encode(estimate(plan, None)), "maker": maker}).save(path)
+        prediction = {**encode(estimate(plan, None)), "maker": maker, "host": 1.0, "device": device}
+        dataclasses.replace(plan, prediction=prediction).save(path)
         (path.parent / fidelity_gpu.RUN).write_text(json.dumps(found))
         return path
 
-    steady, host, unsteady, _ = paths = [
-        put("steady", visit(1.0), "device"), put("host", visit(1.0), "host"), put("unsteady", visit(1.0), "device"),
-        put("failed", {"failed": "out of memory"}, "host")]
-    assert fidelity_gpu.next_visits(paths) == [host]
-    again = lambda path, step: (path.parent / fidelity_gpu.RUN).write_text(
-        json.dumps(fidelity_gpu.merged(json.loads((path.parent / fidelity_gpu.RUN).read_text()), visit(step))))
+    steady, host, near, unsteady, uneven, _ = paths = [
+        put("steady", visit(1.0), "device", 2.1), put("host", visit(1.0), "host", 0.2), put("near", visit(1.0), "device", 1.9),
+        put("unsteady", visit(1.0), "device", 9.0), put("uneven", visit(1.0), "device", 9.0), put("failed", {"failed": "out of memory"}, "host", 1.0)]
+    again = lambda path, step, slow=1.0: (path.parent / fidelity_gpu.RUN).write_text(
+        json.dumps(fidelity_gpu.merged(json.loads((path.parent / fidelity_gpu.RUN).read_text()), visit(step, slow=slow))))
+    assert fidelity_gpu.next_visits(paths) == [host, near]
     again(host, 1.0)
-    assert fidelity_gpu.next_visits(paths) == [steady, unsteady]
+    assert fidelity_gpu.next_visits(paths) == [near]  # once around before one of them runs again
+    again(near, 1.0)
+    assert fidelity_gpu.next_visits(paths) == [host, near]
+    again(host, 1.0)
+    again(near, 1.0)
+    assert fidelity_gpu.next_visits(paths) == [steady, unsteady, uneven]
     again(steady, 1.01)
     again(unsteady, 1.5)
-    assert fidelity_gpu.next_visits(paths) == [host, unsteady]
-    again(host, 1.0)
+    again(uneven, 1.0, slow=1.6)
+    assert fidelity_gpu.next_visits(paths) == [unsteady, uneven]
     again(unsteady, 1.0)
+    assert fidelity_gpu.next_visits(paths) == [uneven]
+    again(uneven, 1.0)
+    for _ in range(2):
+        assert fidelity_gpu.next_visits(paths) == [host, near, unsteady, uneven]
+        for path in (host, near, unsteady, uneven):
+            again(path, 1.0)
     assert fidelity_gpu.next_visits(paths) == []
 
 
@@ -160,6 +179,29 @@ def known_run(name: str, *, predicted: float, measured: float, jitter: float = 0
     found = {"measured": {"step_time_s": {"median": measured}, "memory_bytes": {"peak_allocated": 100.0, "reserved": 110.0}}, "steps_s": steps,
              "visits_s": [measured], "visits_device_s": {name: [measured / len(PHASES)] for name in PHASES}, "context_bytes": 10.0}
     return Run(name=name, group=group, plan=dataclasses.replace(plan, prediction=prediction), found=found)
+
+
+def test_predictions_are_told_of_the_host_s_speed(monkeypatch):
+    """A diagnosis of steps that take as long as the host is slow: predicted at the expected speed, measured at others, told of it."""
+    calibration = fit(Environment(device_name=H200.name, device_kind="cuda"), [
+        Sample(op="linear", phase="forward", features={"m": 10.0, "k": 32.0, "n": 32.0}, dtype="bf16", seconds=1e-5),
+        Sample(op="constant:host", variant="slow", phase="step", features={}, seconds=1.25)], device=H200)
+    monkeypatch.setattr(fidelity_report, "estimate", lambda plan, known: type("Made", (), {"step_time": type("Time", (), {
+        "value": known.constants["host/slow"]})()})())  # fmt: skip
+    runs = []
+    for name, speeds in (("a", (1.0, 1.2, 2.0)), ("b", (2.0, 2.0, 1.9))):
+        run = known_run(name, predicted=1.25, measured=1.0)
+        runs.append(dataclasses.replace(run, found={
+            **run.found, "visits_s": list(speeds), "visits_slow": list(speeds), "full_speed_s": 2.0, "pieces_s": [[2.0, 2.0], [2.0, 4.0]]}))
+    found = {row.name: row for row in fidelity_report._host_rows(runs, calibration)}
+    assert found["host while plans ran: times slower than at full speed, mean over steps"].value == pytest.approx(1.25)
+    assert found["host while plans ran: steps at which it was more than 1.3 times slower"].value == pytest.approx(50.0)
+    told = {name: row.value for name, row in found.items() if "told" in name}
+    assert all(value == pytest.approx(0.0, abs=1e-9) for value in told.values()) and len(told) == 8  # all plans, and those of the host
+    assert all("not scored" in row.note for row in found.values())
+    assert [run.error for run in runs] == pytest.approx([1.25 / 1.2 - 1.0, 1.25 / 2.0 - 1.0])  # what is scored stays as it was predicted
+    assert len(fidelity_report._host_rows(runs, dataclasses.replace(calibration, constants={}))) == 2
+    assert fidelity_report._host_rows([known_run("c", predicted=1.0, measured=1.0)], calibration) == []  # of before it was probed
 
 
 def test_ranking_counts_order_ties_and_what_the_best_prediction_loses():
