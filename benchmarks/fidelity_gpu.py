@@ -216,7 +216,7 @@ def execute(plan: Plan, device, *, expected: float, fastest: float | None = None
 
     held_before: bytes that the process had allocated before, which are no plan's; steps_s: every measured step; visits_s: the `typical` one of the
     visit; visits_device_s, visits_host_s: the same by phase; pieces_s: seconds of the piece of Python before and after every measured step, which are
-    in no step; visits_slow: the host's mean slowness over the visit's steps, by them and full_speed_s, which is `fastest`; context_bytes: what the
+    in no step; visits_slow: the host's `typical` slowness in the visit's steps, by them and full_speed_s, which is `fastest`; context_bytes: what the
     device had taken beyond the allocator (None on a CPU); wall_s: of the whole call.
     """
     import torch
@@ -248,7 +248,7 @@ def execute(plan: Plan, device, *, expected: float, fastest: float | None = None
         "steps_s": steps,
         "pieces_s": pieces,
         "full_speed_s": fastest,
-        "visits_slow": [float(slowness(pieces, fastest).mean())],
+        "visits_slow": [typical(slowness(pieces, fastest).tolist())],
         "final_loss": trainer.losses[-1],
         "context_bytes": context_bytes() if device.type == "cuda" else None,
         "held_before": held,

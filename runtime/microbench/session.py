@@ -11,7 +11,7 @@ import torch
 from costmodel.calibration import doubtful, fit
 from costmodel.cluster import Device
 from costmodel.plan import Layout, Plan, TablePlacement
-from costmodel.samples import Environment, Sample
+from costmodel.samples import CONSTANT_PREFIX, Environment, Sample
 from runtime.microbench import compiled, gpu, hosted, trained, warm
 from runtime.microbench.environment import environment
 from runtime.microbench.requests import Request
@@ -84,7 +84,7 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
         known = ahead.compiled
         attention.sort(key=lambda one: (one[0] not in known, one[1].op.dtype == "fp32"))
         order = sorted(plans, key=lambda plan: not ahead.has(plan))
-        first = next((plan for plan in order if gpu.layer_precision(plan) != "fp32"), None)
+        first = next((plan for plan in order if gpu.layer_precision(plan) != "fp32"), order[0])
         for number, (_, request) in enumerate(attention):
             if first is not None and request.op.dtype == "fp32":
                 own.add(gpu.attempted(trained.context_sample(first, device), "context", report))
@@ -119,7 +119,10 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
             break
         own.add(gpu.attempted(gpu.timed_op(request, device, PLAIN_SECONDS), str(request.op), report))
     if on_gpu:
-        report(f"the device holds {gpu.context_bytes() / 1e9:.2f} GB beside the allocator's at the end")
+        held = gpu.context_bytes()
+        report(f"the device holds {held / 1e9:.2f} GB beside the allocator's at the end")
+        if not any(s.op == f"{CONSTANT_PREFIX}context_bytes" for s in own.samples):  # no step could be trained
+            own.add([gpu.constant("context_bytes", held)])
     report(f"{len(own.samples)} samples, {time.perf_counter() - begin:.0f} s")
     return own.environment, own.samples
 

@@ -109,6 +109,23 @@ def test_a_gpu_s_calibration_times_attention_as_it_is_compiled(monkeypatch):
     assert 1.0 <= known.constants["host/slow:p10"] <= known.constants["host/slow:p90"] and known.constants["host/slow"] >= 1.0
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_is_as_large_as_a_step_leaves_it(monkeypatch, fails):
+    """After one step; where none can be trained nothing is known of it, which is said."""
+    trainings, said = [], []
+
+    def short_run(plan, device, steps):
+        trainings.append((plan, steps))
+        if fails:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(trained, "short_run", short_run)
+    monkeypatch.setattr(trained, "context_bytes", lambda: 1e9)
+    found = session.gpu.attempted(trained.context_sample(drawn(), CPU), "context", said.append)
+    assert [(s.op, s.seconds) for s in found] == ([] if fails else [("constant:context_bytes", 1e9)])
+    assert trainings == [(drawn(), 1)] and any("out of memory" in line for line in said) == fails
+
+
 def test_what_took_longer_than_its_neighbours_is_timed_again(monkeypatch):
     """An op that something disturbed is; one that is as long as before stays, and so does one that nobody asked for."""
     made = lambda m, seconds, phase="forward": Sample(op="linear", phase=phase, features={"m": float(m), "k": 64.0, "n": 64.0}, dtype="bf16",
