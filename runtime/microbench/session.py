@@ -76,7 +76,8 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
                 timed_ops.append(attention.pop(ready)[1])
                 own.add(gpu.attempted(gpu.timed_op(timed_ops[-1], device, ATTENTION_SECONDS, host=False), str(timed_ops[-1].op), report))
         said = ahead.wait(begin + COMPILE_SHARE * budget - time.perf_counter())
-        report(f"kernels compiled ahead: {time.perf_counter() - begin:.0f} s, {len(own.samples)} samples meanwhile; {said}")
+        report(f"kernels compiled ahead: {time.perf_counter() - begin:.0f} s, {len(own.samples)} samples meanwhile, "
+               f"{gpu.context_bytes() / 1e9:.2f} GB beside the allocator's; {said}")
     compiling = COMPILED_SHARE * budget if on_gpu and compiled_blocks and budget >= COMPILED_ABOVE else 0.0
     whole = end - WHOLE_SHARE * budget - compiling
     if on_gpu:
