@@ -6,6 +6,7 @@ the batch and without gathered parameters.
 """
 from __future__ import annotations
 
+import time
 import weakref
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+COUNTS, PAUSE = 5, 2e-3  # of the bytes that are alive, seconds between them
 
 
 class StorageTracker(TorchDispatchMode):
@@ -35,9 +38,14 @@ class StorageTracker(TorchDispatchMode):
                 self._storages[storage._cdata] = weakref.ref(storage)
 
     def alive_bytes(self, exclude: set[int]) -> int:
-        """Bytes of the storages still alive, without those in `exclude` (see `storage_ids`)."""
-        alive = (ref() for key, ref in self._storages.items() if key not in exclude)
-        return sum(storage.nbytes() for storage in alive if storage is not None)
+        """Bytes of the storages still alive, without those in `exclude` (see `storage_ids`): the least of a few counts, for a thread of a collective
+        that has ended may hold its buffers a moment longer."""
+        counts = []
+        for _ in range(COUNTS):
+            alive = (ref() for key, ref in self._storages.items() if key not in exclude)
+            counts.append(sum(storage.nbytes() for storage in alive if storage is not None))
+            time.sleep(PAUSE)
+        return min(counts)
 
 
 def storage_ids(tensors) -> set[int]:

@@ -213,13 +213,13 @@ def test_products_on_rows_that_were_not_met_before_are_told_from_others(monkeypa
     class Slow(torch.nn.Linear):
         def forward(self, x):
             if len(x) not in met:
-                time.sleep(2e-3)
+                time.sleep(2e-2)
             out = super().forward(x)
             out.register_hook(functools.partial(self.wait, len(x)))
             return out
 
         def wait(self, rows, _gradient):
-            time.sleep(0.0 if rows in met else 6e-3)
+            time.sleep(0.0 if rows in met else 6e-2)
             met.add(rows)
 
     met = set()
@@ -227,7 +227,7 @@ def test_products_on_rows_that_were_not_met_before_are_told_from_others(monkeypa
         monkeypatch.setattr(hosted, name, value)
     monkeypatch.setattr(hosted.nn, "Linear", Slow)
     found = hosted.new_products(CPU, 1.0)
-    assert found["forward:product"] == pytest.approx(2e-3, rel=0.3) and found["backward:product"] == pytest.approx(3e-3, rel=0.3)
+    assert found["forward:product"] == pytest.approx(2e-2, rel=0.3) and found["backward:product"] == pytest.approx(3e-2, rel=0.3)
 
 
 def test_figures_are_those_of_full_speed():
