@@ -26,8 +26,8 @@ DEFAULT_MEMORY_UTILISATION = 0.80
 # Of the peak, with a scale per 128 elements, whose sums leave the tensor cores on the way [Measured: H200, torch 2.11,
 # docs/results/precision-h200.md: layers of 2048 and 4096 in such blocks spend on products what bf16 does, with scales by rows half of it].
 BLOCK_SCALED_SHARE = 0.5
-# Of the peak at most, of a product in 8 bits that nobody timed in them: it draws more power than the one in 16 bits whose utilisation it borrows
-# [Measured: H200, torch 2.11, docs/results/precision-h200.md: products of 16,384 rows with 2,048 and 4,096 squared reach 1,451 and 1,450 of 1,979].
+# Of the peak at most, of a product in 8 bits that nobody timed in them and that borrows the utilisation of 16 bits, which can be more [Measured:
+# H200, torch 2.11, docs/results/precision-h200.md: products of 16,384 rows with 2,048 and 4,096 squared reach 1,451 and 1,450 of 1,979 TFLOPS].
 LOW_UTILISATION = 0.735
 # Shortest kernel [Assumed: launch, ramp-up and tail of a grid on Hopper].
 KERNEL_SECONDS = 3e-6

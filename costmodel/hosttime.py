@@ -37,8 +37,8 @@ from costmodel.gpu import block_key
 from costmodel.ops import BACKWARD, FORWARD, Op
 
 PREFIX, WHOLE, SLOW = "host/", "in_step/host", "slow"
-# How much longer a host takes at its slowest than at full speed: a core whose other hardware thread is busy has about half of it. Pieces of Python
-# took up to 1.9 times as long on a core, 2.03 times in a whole run [Measured: an H200's host, 2026-12-01].
+# How much longer a host takes at its slowest than at full speed: pieces of Python took up to 1.9 times as long on a core, 2.03 times in a whole run
+# [Measured: an H200's host, 2026-12-01], as they would on a core whose other hardware thread is busy.
 SLOWEST = 2.0
 # Ratios, and what several ranks measure, with the slowness of their hosts inside (`benchmarks.multi_gpu_ranks`).
 RATIOS = ("slow", "spread")

@@ -1,8 +1,9 @@
 """How fast the host was while steps ran.
 
-A shared host's cores run at full speed or, when their other half is busy, at about half of it, for tenths of a second up to whole runs [Measured: 16
-cores of an H200's host, 2026-12-01]. Medians of so few runs are those of one speed or the other; so every step has a fixed piece of Python before and
-after it (`runtime.cores.piece`) that tells its speed, figures are taken at full speed, and the speed that is to be expected is a figure of its own,
+A shared host's cores run at full speed or at about half of it, for tenths of a second up to whole runs [Measured: 16 cores of an H200's host,
+2026-12-01; that their other hardware thread is busy then is inferred]. Medians of so few runs are those of one speed or the other; so every step has
+a fixed piece of Python before and after it (`runtime.cores.piece`) that tells its speed, figures are taken at full speed, and the speed that is to
+be expected is a figure of its own,
 
     slow = sum(seconds) / sum(seconds / slowness)       over all steps that were probed
 

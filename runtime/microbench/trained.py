@@ -98,7 +98,11 @@ def host_samples(calibration: Calibration, plans: Sequence[Plan], device: torch.
         report(f"whole: {plan.model.name} {layer_policy(wanted)}, {wanted.local_batch} samples: {ratios[-1]:.3f} of the host's {1e3 * made:.1f} ms "
                f"at full speed, than which it was {slow.mean():.2f} times slower")
     if len(ratios) >= FEWEST:
-        yield constant("in_step", min(max(statistics.median(ratios), IN_HOST_STEP[0]), IN_HOST_STEP[1]), "host")
+        median = statistics.median(ratios)
+        kept = min(max(median, IN_HOST_STEP[0]), IN_HOST_STEP[1])
+        if kept != median:
+            report(f"whole: steps of the host take {median:.3f} of their parts, out of bounds: {kept} is kept")
+        yield constant("in_step", kept, "host")
 
 
 def context_sample(plan: Plan, device: torch.device) -> Iterator[Sample]:
