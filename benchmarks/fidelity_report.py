@@ -17,7 +17,7 @@ from benchmarks.results import Row
 from costmodel.calibration import Calibration
 from costmodel.calibration import load as load_calibration
 from costmodel.estimate import estimate
-from costmodel.hosttime import PREFIX, SLOW
+from costmodel.hosttime import PREFIX, SLOW, SLOW_SHARE
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES
 
@@ -69,7 +69,7 @@ class Run:
     def slowness(self) -> np.ndarray:
         """How many times slower than at full speed the host was, by step."""
         found = np.mean(self.found["pieces_s"], axis=1)
-        return np.maximum(1.0, found / self.found["full_speed_s"])
+        return np.maximum(1.0, found / self.found["full_speed_s"]) ** SLOW_SHARE
 
     def pairs(self) -> dict[str, tuple[float, float]]:
         """`step` and every phase: (predicted, measured) seconds."""

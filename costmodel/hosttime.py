@@ -37,9 +37,11 @@ from costmodel.gpu import block_key
 from costmodel.ops import BACKWARD, FORWARD, Op
 
 PREFIX, WHOLE, SLOW = "host/", "in_step/host", "slow"
-# How much longer a host takes at its slowest than at full speed: pieces of Python took up to 1.9 times as long on a core, 2.03 times in a whole run
-# [Measured: an H200's host, 2026-12-01], as they would on a core whose other hardware thread is busy.
+# How much longer a host takes at its slowest than at full speed, where a calibration has no quantiles: pieces of Python took up to 1.9 times as long
+# on a core, 2.03 times in a whole run [Measured: an H200's host, 2026-12-01], as they would on a core whose other hardware thread is busy.
 SLOWEST = 2.0
+# Steps take (how many times longer a fixed piece of Python takes)^SLOW_SHARE (`runtime.microbench.speed`).
+SLOW_SHARE = 0.75
 # Ratios, and what several ranks measure, with the slowness of their hosts inside (`benchmarks.multi_gpu_ranks`).
 RATIOS = ("slow", "spread")
 NOT_AT_FULL_SPEED = ("exchange:", "fsdp_", "optimizer@sharded", "tensor@sharded")
@@ -88,11 +90,13 @@ class HostTimes:
 
     def may_make(self, launch: float, device: float) -> bool | None:
         """Whether the host, which is expected to need `launch` seconds of a step, makes steps for which the device needs `device`; None where that
-        hangs on its speed: at full speed the device would make them, at its slowest the host. What hangs on no speed that is known is as expected."""
+        hangs on its speed: at its fastest the device would make them, at its slowest the host, where nine in ten moments are neither faster nor
+        slower. What hangs on no speed that is known is as expected."""
         if not self.at_full_speed or self.slow <= 1.0:
             return launch > device
+        fastest, slowest = (self._figures.get(f"{SLOW}:{share}", other) for share, other in (("p10", 1.0), ("p90", SLOWEST)))
         full = launch / self.slow
-        return True if full > device else None if SLOWEST * full > device else False
+        return True if min(fastest, self.slow) * full > device else None if max(slowest, self.slow) * full > device else False
 
     def block(self, block: Block, batch: BatchShape, dtype: str, phase: str, policy: str = "none") -> float | None:
         """Of one block in one direction; None where its kind was not measured. A dtype that was not is taken for bf16."""

@@ -158,7 +158,7 @@ class Pricer:
             if cost is None:
                 cost = self.ops(again, FORWARD) if again else NO_COST
                 if again and policy not in QUANTIZED:  # whose passes are no part of the forward that was timed
-                    cost = self._corrected(block, batch, cost, FORWARD, precision)
+                    cost = self._corrected(block, batch, cost, FORWARD, precision, ops=again)
             seen = self.host.policy(block, batch, precision, policy)
             self._blocks[key] = cost if seen is None or not again else dataclasses.replace(cost, host_seconds=max(sum(seen), 0.0))
         return self._blocks[key]
@@ -222,15 +222,17 @@ class Pricer:
             self._blocks[key] = cost if host is None else dataclasses.replace(cost, host_seconds=host)
         return self._blocks[key]
 
-    def _corrected(self, block: Block, batch: BatchShape, cost: Cost, phase: str, precision: str, policy: str = "none") -> Cost:
-        """Inside the measured blocks the ops' own errors are part of the correction, outside they add to it."""
+    def _corrected(self, block: Block, batch: BatchShape, cost: Cost, phase: str, precision: str, policy: str = "none",
+                   ops: Sequence[Op] | None = None) -> Cost:
+        """Inside the measured blocks the ops' own errors are part of the correction, outside they add to it. ops: what `cost` is of, where that is
+        not all of the block's."""
         found = self._composition(block, phase, precision, policy)
         features = block_features(block, batch) if found is not None else None
         if found is None or features is None:
             return cost
         ratio, width, outside = found.ratio(features)
         if found.shares and cost.seconds > 0:
-            timed = expanded(timed_ops(self._forward(block, batch, precision), phase, policy, MATRIX_OPS), self.device,
+            timed = expanded(timed_ops(self._forward(block, batch, precision) if ops is None else ops, phase, policy, MATRIX_OPS), self.device,
                              low_weight_gradients=self.low_weight_gradients)
             if len(found.shares) == len(TIMED):
                 reference = timed_work((one.kind, self.ops((one,), at).seconds) for one, at in timed)

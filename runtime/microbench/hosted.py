@@ -27,10 +27,9 @@ from costmodel.plan import Plan, RegionOption, RegionPlan
 from costmodel.regions import over_samples, regions
 from costmodel.samples import Sample
 from costmodel.workload import Lengths
-from runtime.cores import piece
 from runtime.data import open_source
 from runtime.microbench.gpu import POLICIES, Report, constant, layer_precision
-from runtime.microbench.speed import Probed, Speeds, slowness
+from runtime.microbench.speed import Probed, Speeds, slowness, warm_piece
 from runtime.microbench.trained import empty
 from runtime.trainer import WARMUP_STEPS, Trainer
 
@@ -231,13 +230,13 @@ def new_products(device: torch.device, fastest: float, report: Report = lambda _
         part = x[:rows].clone().requires_grad_()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        before, begin = piece(), time.perf_counter()
+        before, begin = warm_piece(), time.perf_counter()
         out = layer(part)
         middle = time.perf_counter()
         with torch.autograd.set_multithreading_enabled(False):
             out.backward(x[:rows])
         end = time.perf_counter()
-        slow = float(slowness([(before, piece())], fastest)[0])
+        slow = float(slowness([(before, warm_piece())], fastest)[0])
         return (middle - begin) / slow, (end - middle) / slow
 
     both(PRODUCT_ROWS)  # which sets the library up

@@ -31,6 +31,8 @@ ATTENTION_SECONDS = 0.008
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
 OPS_PLANS, OP_POINTS, PLAIN_POINTS, PLAIN_SECONDS = 8, 0.5, 0.1, 0.012
 PLAIN_KINDS = frozenset({"linear", "bmm", "layer_norm", "activation", "elementwise", "cast", "bce", "cross_entropy"})
+# Ops that stand in blocks without attention and need a kernel compiled, and how many of them are timed behind attention.
+POOLED_KINDS, POOLED_OPS = frozenset({"segment_mean"}), 30
 KEPT_EVERY = 15.0
 # Of the budget, for ops that took longer than their neighbours, timed while compilers' processes used the device too: in the calibration of
 # 2026-12-01 04:28 one in ten was off its neighbours by 13 % (products forward) to 32 % (large ones backward). A time that is shorter by more than so
@@ -96,6 +98,8 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
             own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
         if first is not None:
             own.add(gpu.attempted(trained.context_sample(first, device), "context", report))
+        for request in gpu.op_requests(plans, points=PLAIN_POINTS, kinds=POOLED_KINDS)[:POOLED_OPS]:
+            own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
         report(f"{len(own.samples)} samples with attention alone, {time.perf_counter() - begin:.0f} s")
         asked = {_shape(request.op.kind, request.op.variant, request.op.dtype, dict(request.op.features)): request for request in timed_ops}
         own.again(asked, plans[0].cluster.device, device, until=time.perf_counter() + AGAIN_SHARE * budget, report=report)

@@ -3,7 +3,11 @@
 A shared host's cores run at full speed or at about half of it, for tenths of a second up to whole runs [Measured: 16 cores of an H200's host,
 2026-12-01; that their other hardware thread is busy then is inferred]. Medians of so few runs are those of one speed or the other; so every step has
 a fixed piece of Python before and after it (`runtime.cores.piece`) that tells its speed, figures are taken at full speed, and the speed that is to
-be expected is a figure of its own,
+be expected is a figure of its own. The piece runs twice, and the second time counts: what the step left of the caches costs the first a half more.
+Steps are slowed down less than the piece: between visits of one plan, whose pieces took 1.5 to 2.9 times as long as at full speed, steps that the
+host made took (piece)^0.75 to 0.9 as long [Measured: H200, 2026-12-01, five plans], within visits ^0.5 to 0.8; hence SLOW_SHARE, and
+
+    slowness = (piece / piece at full speed)^SLOW_SHARE
 
     slow = sum(seconds) / sum(seconds / slowness)       over all steps that were probed
 
@@ -17,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from costmodel.hosttime import SLOW
+from costmodel.hosttime import SLOW, SLOW_SHARE
 from costmodel.samples import Sample
 from runtime.cores import full_speed, piece
 from runtime.microbench.gpu import Report, constant
@@ -36,18 +40,18 @@ class Probed(PhaseTimer):
 
     def start_step(self) -> None:
         if self._last is None:
-            before = piece()
+            before = warm_piece()
             super().start_step()
         else:  # a step begins where the one before ended: all but the piece belongs to it
             super().start_step()
             self._boundaries.append(self._mark(APART))
-            before = piece()
+            before = warm_piece()
             self._boundaries.append(self._mark("other"))
         self.pieces.append((before, before))
 
     def end_step(self) -> None:
         super().end_step()
-        self.pieces[-1] = (self.pieces[-1][0], piece())
+        self.pieces[-1] = (self.pieces[-1][0], warm_piece())
         if self._last is not None:
             self._last = self._mark("end")
 
@@ -57,9 +61,15 @@ class Probed(PhaseTimer):
         super().abandon_step()
 
 
+def warm_piece() -> float:
+    """Seconds of a piece of Python that has just run."""
+    piece()
+    return piece()
+
+
 def slowness(pieces: Sequence[Sequence[float]], fastest: float) -> np.ndarray:
     """How many times slower than at full speed, where a piece takes `fastest` seconds, the host was in each step."""
-    return np.maximum(1.0, np.mean(np.asarray(pieces, dtype=np.float64).reshape(-1, 2), axis=1) / fastest)
+    return np.maximum(1.0, np.mean(np.asarray(pieces, dtype=np.float64).reshape(-1, 2), axis=1) / fastest) ** SLOW_SHARE
 
 
 def expected(seconds: Sequence[float], slow: Sequence[float]) -> float:

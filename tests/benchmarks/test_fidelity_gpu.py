@@ -15,6 +15,7 @@ from costmodel.calibration import fit
 from costmodel.cluster import Cluster, Device
 from costmodel.codec import encode
 from costmodel.estimate import estimate
+from costmodel.hosttime import SLOW_SHARE
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES
 from costmodel.samples import Environment, Sample
@@ -192,7 +193,8 @@ def test_predictions_are_told_of_the_host_s_speed(monkeypatch):
     for name, speeds in (("a", (1.0, 1.2, 2.0)), ("b", (2.0, 2.0, 1.9))):
         run = known_run(name, predicted=1.25, measured=1.0)
         runs.append(dataclasses.replace(run, found={
-            **run.found, "visits_s": list(speeds), "visits_slow": list(speeds), "full_speed_s": 2.0, "pieces_s": [[2.0, 2.0], [2.0, 4.0]]}))
+            **run.found, "visits_s": list(speeds), "visits_slow": list(speeds), "full_speed_s": 2.0,
+            "pieces_s": [[2.0, 2.0], [2.0 * 1.5 ** (1.0 / SLOW_SHARE)] * 2]}))  # fmt: skip
     found = {row.name: row for row in fidelity_report._host_rows(runs, calibration)}
     assert found["host while plans ran: times slower than at full speed, mean over steps"].value == pytest.approx(1.25)
     assert found["host while plans ran: steps at which it was more than 1.3 times slower"].value == pytest.approx(50.0)

@@ -175,6 +175,21 @@ def test_without_a_timed_policy_recomputation_is_the_sum_of_its_ops():
         pricer.block(region.block, batch, "bf16", FORWARD).seconds)  # fmt: skip
 
 
+def test_what_runs_again_in_part_costs_its_part():
+    """Of a block that was timed without a policy alone: the ops beside its matrix products, not all of its forward."""
+    plan = one_gpu(checkpoint="selective")
+    region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)
+    calibration = calibrated(plan, "full", slower=1.25, host=2.0)
+    assert calibration.composition(block_key("self_attention", "bf16"), FORWARD, 1).shares
+    pricer = Pricer(plan, calibration)
+    whole, forward = region.block.forward(batch, "bf16"), pricer.block(region.block, batch, "bf16", FORWARD).seconds
+    again = region.block.recomputed(batch, "bf16", "selective")
+    part = sum(calibration.predict(one, FORWARD).seconds for one in again) / sum(calibration.predict(one, FORWARD).seconds for one in whole)
+    assert 0 < len(again) < len(whole) and part < 0.5
+    # by the ops' work, which shares the block's time out a little differently
+    assert pricer.recompute(region.block, batch, "bf16", "selective").seconds == pytest.approx(part * forward, rel=0.25)
+
+
 def test_blocks_take_what_a_step_makes_of_them():
     plan = one_gpu(checkpoint="full")
     region, batch = next(r for r in regions(plan.model) if r.name == "history.0"), batch_shape(plan)
@@ -260,6 +275,14 @@ def test_what_makes_a_step_can_hang_on_the_host_s_speed():
     assert [host.may_make(1.25, device) for device in (0.9, 1.1, 1.9, 2.1)] == [True, None, None, False]
     for constants in ({"host/other": 1.0}, {"host/other": 1.0, "host/slow": 1.0}):  # nothing is known of its speed, or that it is full
         assert [HostTimes(constants).may_make(1.25, device) for device in (0.9, 1.1, 1.9, 2.1)] == [True, True, False, False]
+
+
+def test_what_makes_a_step_hangs_on_the_speeds_that_the_host_was_seen_at():
+    """Ten percent of the time faster than 1.1 times full speed's seconds, ten slower than 2.4 times: an expected 2 s are 1.1 to 2.4."""
+    host = HostTimes({"host/other": 1.0, "host/slow": 2.0, "host/slow:p10": 1.1, "host/slow:p90": 2.4})
+    assert [host.may_make(2.0, device) for device in (1.0, 1.2, 2.3, 2.5)] == [True, None, None, False]
+    steady = HostTimes({"host/other": 1.0, "host/slow": 1.2, "host/slow:p10": 1.3, "host/slow:p90": 1.1})  # quantiles beside the mean count no more
+    assert [steady.may_make(1.2, device) for device in (1.1, 1.3)] == [True, False]
 
 
 def test_a_step_that_either_makes_has_residuals_of_its_own():
