@@ -17,6 +17,10 @@ from costmodel.ops import BACKWARD, FORWARD, KINDS, Op
 # 2.5 x forward; norms 3.0-4.1 of 4.8 TB/s; fused embedding update 1.8 TB/s by the bytes of `ops.KINDS`. index_select of 512-byte rows 1.7 TB/s]
 COMPUTE_UTILISATION = {"linear": 0.70, "bmm": 0.40, "attention": 0.50}
 ATTENTION_BACKWARD_UTILISATION = 0.22
+# The same of torch's scaled_dot_product_attention by backend, causal, FLOPs of backward 2 x forward [Published: arXiv 2407.08608, H100 SXM, heads of
+# 128, 8,192 events: FlashAttention-2 333 TFLOPS forward and 318 backward by 2.5 x forward, cuDNN 529 and 518; docs/results/kernels-h200.md: 348 and
+# 297 of FlashAttention-2 on one H200, full histories of 2,048].
+SDPA_UTILISATION = {("flash", FORWARD): 0.33, ("flash", BACKWARD): 0.26, ("cudnn", FORWARD): 0.53, ("cudnn", BACKWARD): 0.42}
 # A bias on attention's scores, HSTU's two tables and in backward their gradients: the time of so many fp32 FLOPs a score, whatever the heads' width,
 # on top of the attention without [Measured: one H200, 2026-12-01, causal SiLU, 1.59e9 scores: forward 6.12 ms with the bias, 1.71 without; backward
 # 26.6, its three passes one by one, and 6.62].
@@ -85,7 +89,10 @@ def roofline(op: Op, phase: str, device: Device) -> np.ndarray:
     if device.kind == "cpu":
         reached = HOST_MEMORY_UTILISATION.get(op.kind, HOST_DEFAULT_MEMORY_UTILISATION)
         return np.maximum(at_peak / HOST_COMPUTE_UTILISATION.get(op.kind, 1.0), at_bandwidth / reached)
-    matrix = ATTENTION_BACKWARD_UTILISATION if op.kind == "attention" and phase == BACKWARD else COMPUTE_UTILISATION.get(op.kind, 1.0)
+    if op.kind == "sdpa":
+        matrix = SDPA_UTILISATION[op.variant, phase]
+    else:
+        matrix = ATTENTION_BACKWARD_UTILISATION if op.kind == "attention" and phase == BACKWARD else COMPUTE_UTILISATION.get(op.kind, 1.0)
     memory = MEMORY_UTILISATION.get(op.kind, DEFAULT_MEMORY_UTILISATION)
     return np.hypot(at_peak / matrix, at_bandwidth / memory) + op.count * KERNEL_SECONDS + bias_seconds(op, phase, device)
 

@@ -8,6 +8,7 @@ once, `e` = bytes of the dtype:
     bmm               2bmkn FLOPs;  e b (mk + kn + mn)         backward 2 x both      b products `(m, k) @ (k, n)`
     attention         4 pairs H d;  e 4 T H d                  backward 2 x FLOPs, e 8 T H d (q k v o do in, dq dk dv out)
                       T: where queries and keys differ in number, the mean of both counts; a variant that ends in _bias reads 16 T more of times
+    sdpa              as attention: torch's scaled_dot_product_attention of dense causal batches, by the backend that it runs (variant)
     layer_norm        0;            e 2mn                      backward e 3mn
     activation        0;            e 2mn                      backward e 3mn
     elementwise       0;            add, mul e 3mn; cat e 2mn  backward add 0, mul e 5mn, cat e 2mn
@@ -210,6 +211,10 @@ KINDS: dict[str, OpKind] = {
                         bytes=lambda f, v, e, p: f["tokens"] * (e * f["heads"] * f["head_dim"] * (8 if p == BACKWARD else 4)
                                                                 + 16 * v.endswith("_bias")),
                         spilled=lambda f, v, e, p: e * f["tokens"] * f["longest"] * f["heads"], coordinates=_attention_coordinates),
+    "sdpa": OpKind(features=("tokens", "pairs", "longest", "heads", "head_dim"), phases=_BOTH, variants=("flash", "cudnn"), matrix=True,
+                   flops=lambda f, v, e, p: 4 * f["pairs"] * f["heads"] * f["head_dim"] * (1 + (p == BACKWARD)),
+                   bytes=lambda f, v, e, p: f["tokens"] * e * f["heads"] * f["head_dim"] * (8 if p == BACKWARD else 4),
+                   coordinates=_attention_coordinates),
     "layer_norm": OpKind(features=_ROW, phases=_BOTH, variants=("",), flops=_zero, bytes=_back(2, 3)),
     "activation": OpKind(features=_ROW, phases=_BOTH, variants=("relu", "gelu", "silu", "sigmoid", "tanh"), flops=_zero, bytes=_back(2, 3)),
     "elementwise": OpKind(features=_ROW, phases=_BOTH, variants=("add", "mul", "cat"), flops=_zero, bytes=_elementwise_bytes),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # op kind -> patterns of the files that the timed module runs; every kind depends on torch's version besides
 SOURCES: dict[str, tuple[str, ...]] = {
-    "linear": (), "layer_norm": (), "activation": (), "elementwise": (), "cast": (), "unique": (),
+    "linear": (), "layer_norm": (), "activation": (), "elementwise": (), "cast": (), "unique": (), "sdpa": (),
     "attention": ("kernels/*attention*.py", "kernels/gdpa.py", "kernels/_masks.py", "kernels/_tiles.py"),
     "segment_mean": ("kernels/*jagged*.py", "runtime/model/sequence.py"),
     "bce": ("runtime/trainer.py",),

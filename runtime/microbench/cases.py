@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from costmodel import ops
 from costmodel.blocks.attention import BIAS, BIASED, GDPA_ACTIVATIONS
@@ -37,6 +38,7 @@ from runtime.trainer import task_loss
 Differentiable = tuple[list[Tensor], Callable[[], Tensor]]
 PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NOISE: dict[str, Tensor] = {}
+_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 _ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh}
 
 
@@ -185,6 +187,18 @@ def _attention(request: Request, device: torch.device) -> Differentiable:
     return [*parts, *tables], forward
 
 
+def _sdpa(request: Request, device: torch.device) -> Differentiable:
+    """Dense causal batches as a language model hands them to torch: heads next to width in memory, then transposed."""
+    tokens, longest, heads, head_dim = _sizes(request, "tokens", "longest", "heads", "head_dim")
+    q, k, v = (_random(request, device, tokens // longest, longest, heads, head_dim) for _ in range(3))
+
+    def forward() -> Tensor:
+        with sdpa_kernel(_BACKENDS[request.op.variant]):
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+
+    return [q, k, v], forward
+
+
 def _hourly(num: int, device: torch.device) -> Tensor:
     """Int64 seconds of events an hour apart on average (exponential)."""
     gaps = torch.empty(num, dtype=torch.float64).exponential_(1 / 3600, generator=torch.Generator().manual_seed(0))
@@ -291,6 +305,7 @@ _BUILDERS: dict[str, Callable[[Request, str, torch.device], Run]] = {
     "bmm": _differentiable(_bmm),
     "linear": _linear_case, "layer_norm": _differentiable(_layer_norm), "activation": _differentiable(_activation),
     "elementwise": _elementwise, "cast": _differentiable(_cast), "quantize": _quantize, "attention": _differentiable(_attention),
+    "sdpa": _differentiable(_sdpa),
     "segment_mean": _differentiable(_segment_mean), "bce": _differentiable(_bce), "cross_entropy": _differentiable(_cross_entropy),
     "embedding_lookup": _embedding_lookup, "embedding_update": _embedding_update, "unique": _unique, "adamw": _adamw,
 }

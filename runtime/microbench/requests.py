@@ -37,6 +37,9 @@ BELOW, ABOVE = 4.0, 2.0
 # A point above this is too long to repeat within a quick calibration [FLOP and bytes at a CPU core's rates, about 0.1 s].
 CPU_MAX_FLOPS, CPU_MAX_BYTES = 4e9, 5e8
 GPU_MAX_FLOPS, GPU_MAX_FP32_FLOPS, GPU_MAX_BYTES = 3e12, 3e11, 8e9
+# (histories, length, heads, width of a head) at which torch's own attention is timed, of either backend: 2 GFLOP to 2 TFLOP.
+DENSE = ((8, 2048, 16, 128), (16, 1024, 16, 128), (2, 8192, 16, 128), (32, 512, 16, 128), (1, 2048, 16, 128), (8, 2048, 32, 64), (2, 8192, 32, 64),
+         (1, 32768, 8, 128))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,14 @@ def attention_requests(plan: Plan, lengths: Mapping[str, np.ndarray]) -> list[Re
                     seen = np.minimum(lengths[region.sequence], block.limit or np.inf).astype(np.int64)
                     found.append(Request(op=_single(one), lengths=tuple(seen.tolist()), options=tuple(options)))
     return found
+
+
+def library_attention() -> list[Request]:
+    """Torch's own attention, which says nothing of the runtime's steps and much of those of other systems: dense causal batches in 16 bits by both
+    backends, taking turns."""
+    return [Request(op=op("sdpa", variant=variant, dtype="bf16", tokens=samples * length, pairs=samples * length * (length + 1) / 2, longest=length,
+                          heads=heads, head_dim=width), lengths=(length,) * samples)
+            for samples, length, heads, width in DENSE for variant in ("flash", "cudnn")]
 
 
 def across(request: Request) -> bool:

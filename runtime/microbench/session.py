@@ -14,7 +14,7 @@ from costmodel.plan import Layout, Plan, TablePlacement
 from costmodel.samples import CONSTANT_PREFIX, Environment, Sample
 from runtime.microbench import compiled, gpu, hosted, trained, warm
 from runtime.microbench.environment import environment
-from runtime.microbench.requests import Request
+from runtime.microbench.requests import Request, library_attention
 from runtime.microbench.speed import Speeds
 
 # Of the budget: what may be waited for compilers, what products and the like have at least, then attention, then blocks until short runs of the
@@ -28,6 +28,9 @@ WHOLE_RUNS, POLICIES, LAST = 12, ("full", "none"), 2.0
 COMPILED_SHARE, COMPILED_ABOVE = 0.25, 360.0
 # Seconds an attention op.
 ATTENTION_SECONDS = 0.008
+# Of the budget and in seconds, what torch's own attention gets at most, before blocks and runs use the budget up; behind the step that shows what the
+# process takes, for libraries that a step has no use for stay in the device's memory.
+LIBRARY_SHARE, LIBRARY_SECONDS = 0.03, 6.0
 # Plans whose single ops are timed, spread points against those of a quick calibration, seconds an op, kinds that need nothing compiled.
 OPS_PLANS, OP_POINTS, PLAIN_POINTS, PLAIN_SECONDS = 8, 0.5, 0.1, 0.012
 PLAIN_KINDS = frozenset({"linear", "bmm", "layer_norm", "activation", "elementwise", "cast", "bce", "cross_entropy"})
@@ -101,6 +104,7 @@ def calibrate(plans: list[Plan], device: torch.device, *, budget: float, later: 
         for request in gpu.op_requests(plans, points=PLAIN_POINTS, kinds=POOLED_KINDS)[:POOLED_OPS]:
             own.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
         report(f"{len(own.samples)} samples with attention alone, {time.perf_counter() - begin:.0f} s")
+        own.library(device, until=time.perf_counter() + min(LIBRARY_SECONDS, LIBRARY_SHARE * budget), report=report)
         asked = {_shape(request.op.kind, request.op.variant, request.op.dtype, dict(request.op.features)): request for request in timed_ops}
         own.again(asked, plans[0].cluster.device, device, until=time.perf_counter() + AGAIN_SHARE * budget, report=report)
     for found in gpu.device_samples(order if on_gpu else plans, device, until=whole - HOST_SHARE * budget, report=report):
@@ -147,6 +151,15 @@ class _Kept:
         if time.perf_counter() > self._kept + KEPT_EVERY:
             self._keep(self.environment, self.samples)
             self._kept = time.perf_counter()
+
+    def library(self, device: torch.device, *, until: float, report: gpu.Report) -> None:
+        """Times torch's own attention until the clock says `until`."""
+        asked = library_attention()
+        for number, request in enumerate(asked):
+            if time.perf_counter() > until:
+                report(f"out of time for torch's attention before op {number + 1}/{len(asked)}")
+                return
+            self.add(gpu.attempted(gpu.timed_op(request, device, ATTENTION_SECONDS, host=False), str(request.op), report))
 
     def again(self, asked: Mapping[Hashable, Request], datasheet: Device, device: torch.device, *, until: float, report: gpu.Report) -> None:
         """Times once more what took longer than its neighbours, of the ops `asked` for, until the clock says `until`; the shorter time counts."""

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from costmodel import compute
 from costmodel.blocks.measured import measured_block_ops
 from costmodel.calibration import Calibration, fit, load, score
 from costmodel.cluster import Device
-from costmodel.ops import BACKWARD, FORWARD, attention, elementwise, linear
+from costmodel.ops import BACKWARD, FORWARD, attention, elementwise, linear, op
 from costmodel.samples import Environment, Sample
 
 ENVIRONMENT = Environment(device_name="core", device_kind="cpu", source_hashes={"linear": "a1", "attention": "b2"})
@@ -119,6 +120,21 @@ def test_products_in_8_bits_that_nobody_timed_are_no_better_than_those_that_some
         for dtype, peak, share in (("fp8_row", 1979e12, expected), ("bf16", 989e12, reached)):
             one = linear(3000, 8192, 8192, dtype)
             assert one.flops(FORWARD) / known.predict(one, FORWARD).seconds / peak == pytest.approx(share, rel=0.02)
+
+
+def test_a_calibration_from_before_an_op_was_timed_still_holds():
+    """An op that it has no curve of is roofline, and none of its own ops is stale for that, nor any other attention's curve taken for it."""
+    path = Path(__file__).resolve().parents[2] / "costmodel" / "calibrations" / "H200-SXM.json"
+    known = load(path)
+    older = dataclasses.replace(known, curves=tuple(c for c in known.curves if c.op != "sdpa"), environment=dataclasses.replace(
+        known.environment, source_hashes={k: v for k, v in known.environment.source_hashes.items() if k != "sdpa"}))
+    assert older.stale({**older.environment.source_hashes, "sdpa": "new"}) == []
+    one = op("sdpa", variant="flash", dtype="bf16", tokens=16384, pairs=8192 * 8193, longest=8192, heads=16, head_dim=128)
+    for phase in (FORWARD, BACKWARD):
+        time = older.predict(one, phase)
+        assert time.source == "roofline" and time.seconds == compute.roofline_seconds(one, phase, older.device)
+    own = attention("softmax", tokens=16384, pairs=8192 * 8193, longest=8192, heads=16, head_dim=128, dtype="bf16")
+    assert older.predict(own, FORWARD) == known.predict(own, FORWARD)
 
 
 def test_repetitions_and_stale_sources(calibration):

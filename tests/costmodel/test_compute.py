@@ -38,3 +38,13 @@ def test_repetitions_add_up(h200):
     assert compute.roofline_seconds(one.times(3), FORWARD, h200) == pytest.approx(3 * compute.roofline_seconds(one, FORWARD, h200))
     batch = op("input", samples=100, events=1000)
     assert compute.roofline_seconds(batch, STEP, h200) > compute.HOST_INPUT_SECONDS
+
+
+def test_torch_s_attention_without_a_curve_is_as_fast_as_published(h200):
+    """FlashAttention-2 333 TFLOPS forward on an H100 of the same peak, and 318 backward by its 2.5 x forward (arXiv 2407.08608); cuDNN is faster."""
+    shape = {"tokens": 16384.0, "pairs": 8192.0 * 8193, "longest": 8192.0, "heads": 16.0, "head_dim": 128.0, "dtype": "bf16"}
+    flash, cudnn = (op("sdpa", variant=variant, **shape) for variant in ("flash", "cudnn"))
+    for phase, published in ((FORWARD, 333e12), (BACKWARD, 318e12 / 1.25)):
+        assert flash.flops(phase) / compute.roofline_seconds(flash, phase, h200) == pytest.approx(published, rel=0.06)
+        assert compute.roofline_seconds(cudnn, phase, h200) < compute.roofline_seconds(flash, phase, h200)
+    assert flash.flops(FORWARD) == attention("softmax", **{**shape, "heads": 16, "head_dim": 128}).flops(FORWARD)

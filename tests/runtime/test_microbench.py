@@ -18,7 +18,7 @@ from costmodel.samples import BLOCK_PREFIX, Sample, read_samples
 from runtime.microbench import blocks, cases, steps, timing
 from runtime.microbench.__main__ import main
 from runtime.microbench.collectives import unit_hosts
-from runtime.microbench.requests import HELD_OUT_EVERY, Request, requests
+from runtime.microbench.requests import HELD_OUT_EVERY, Request, library_attention, requests
 
 CPU = torch.device("cpu")
 
@@ -85,10 +85,27 @@ def test_every_kind_runs_in_all_its_phases(wanted):
         for phase in ops.KINDS[request.op.kind].phases:
             (run,) = cases.cases(request, phase, CPU, 1)
             run.run(run.prepare())
-    expected = set(ops.KINDS) - set(ops.COLLECTIVES) - {"input", "fsdp_gather", "fsdp_reduce"}
+    expected = set(ops.KINDS) - set(ops.COLLECTIVES) - {"input", "fsdp_gather", "fsdp_reduce", "sdpa"}
     assert {kind for kind, _ in seen} == expected
     variants = {variant for kind, variant in seen if kind == "attention"}
     assert variants == {"softmax", "hstu", "hstu_bias", "gdpa_gelu", "gdpa_gelu_window", "block", "softmax_queries", "gdpa_gelu_context"}
+
+
+def test_torch_s_own_attention_is_timed_at_shapes_of_dense_batches():
+    """Few and short enough for every calibration; on a CPU, which has one of the backends, a small one runs in both phases."""
+    found = library_attention()
+    assert len({r.op for r in found}) == len(found) <= 16 and {r.op.variant for r in found} == {"flash", "cudnn"}
+    for request in found:
+        features = dict(request.op.features)
+        length = features["longest"]
+        assert features["tokens"] == sum(request.lengths) and features["pairs"] == sum(n * (n + 1) / 2 for n in request.lengths)
+        assert features["head_dim"] in (64, 128) and set(request.lengths) == {length} and cases.executable(request)
+        assert request.op.bytes(ops.BACKWARD) < 2e9 and request.op.flops(ops.FORWARD) < 3e12
+    small = ops.op("sdpa", variant="flash", dtype="bf16", tokens=24, pairs=2 * 12 * 13 / 2, longest=12, heads=2, head_dim=16)
+    for phase, shapes in ((ops.FORWARD, (2, 2, 12, 16)), (ops.BACKWARD, (2, 12, 2, 16))):
+        (run,) = cases.cases(Request(op=small, lengths=(12, 12)), phase, CPU, 1)
+        made = run.run(run.prepare())
+        assert [tuple(t.shape) for t in (made if phase == ops.BACKWARD else [made])] == [shapes] * (3 if phase == ops.BACKWARD else 1)
 
 
 def test_attention_across_is_timed_at_the_rows_it_counts():

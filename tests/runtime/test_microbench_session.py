@@ -15,6 +15,7 @@ from costmodel.calibration import doubtful, fit
 from costmodel.cluster import Cluster, Device
 from costmodel.estimate import estimate
 from costmodel.hosttime import SLOW_SHARE
+from costmodel.ops import op
 from costmodel.plan import Layout, Plan
 from costmodel.regions import regions
 from costmodel.samples import Environment, Sample
@@ -81,6 +82,10 @@ def test_a_gpu_s_calibration_times_attention_as_it_is_compiled(monkeypatch):
                                 (session, "PLAIN_SECONDS", 0.0)):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 
+    small = [dataclasses.replace(r, op=op("sdpa", variant=r.op.variant, dtype="bf16", tokens=8 * n, pairs=4 * n * (n + 1), longest=n, heads=2,
+                                          head_dim=16), lengths=(n,) * 8) for n, r in enumerate(session.library_attention(), start=8)]
+    monkeypatch.setattr(session, "library_attention", lambda: [r for r in small if r.op.variant == "flash"])
+
     class Half:
         """Half of the kinds of kernels are compiled from the start on, no more ever are."""
 
@@ -105,6 +110,11 @@ def test_a_gpu_s_calibration_times_attention_as_it_is_compiled(monkeypatch):
     constants = {(s.op.removeprefix("constant:"), s.variant) for s in samples if s.op.startswith("constant:")}
     assert {("host", "forward:product"), ("allocator_overhead", ""), ("context_bytes", ""), ("step_overhead", "")} <= constants
     known = fit(found, samples, device=H200)
+    dense = [s for s in samples if s.op == "sdpa"]
+    assert {s.phase for s in dense} == {"forward", "backward"} and known.curve("sdpa", "flash", "backward", "bf16", 1) is not None
+    # behind the step that shows what the process takes, ahead of blocks and the trainer's runs
+    place = [s.op for s in samples].index
+    assert place("constant:context_bytes") < place("sdpa") < place("constant:host")
     assert known.constants["context_bytes"] == 1e9 and wide and any("5.00 GB" in line for line in said)
     # the host's figures are those of full speed, what it was on average is one of its own
     assert 1.0 <= known.constants["host/slow:p10"] <= known.constants["host/slow:p90"] and known.constants["host/slow"] >= 1.0
