@@ -32,6 +32,7 @@ from costmodel.comms import CollectiveCost, GroupShape, Network, layout_groups, 
 from costmodel.model import Model
 from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, elementwise, op
 from costmodel.plan import Plan
+from costmodel.pooled import PooledTasks
 from costmodel.pricer import MAX_BATCHES, NO_COST, Cost, Pricer, pricer, summed
 from costmodel.quantity import Source, worst
 from costmodel.regions import Region, regions
@@ -130,7 +131,7 @@ class _Unit:
     checkpoint: str
 
 
-class _Builder(ReplicaTasks):
+class _Builder(PooledTasks, ReplicaTasks):
     """Appends tasks; `last` is the compute chain's end, on a CPU the whole chain's."""
 
     def __init__(self, plan: Plan, pricer: Pricer, net: Network, batch: BatchShape, loads: TableLoads) -> None:
@@ -144,6 +145,8 @@ class _Builder(ReplicaTasks):
         self.last: int | None = None
         self.counted: int | None = None
         self.sent: int | None = None
+        self.arrived: int | None = None
+        self.returned: int | None = None
         self.wrapped = needs_fsdp(plan)
         self.units = [_Unit(region, option.precision, option.checkpoint) for region, options in _options(plan)
                       for option in options for _ in range(option.count)]
@@ -334,14 +337,6 @@ class _Builder(ReplicaTasks):
         self.parts.append(("sparse", "h2d", "roofline", num_bytes / bandwidth, MINIMUM_WIDTH["roofline"]))
         self.compute(f"{name} wait", NO_COST, "sparse", deps=(copy,))
 
-    def pooled_forward(self, group: GroupShape) -> None:
-        """Every id goes to its owner, who sends one row a bag back; sizes are known beforehand, so the host reads none."""
-        self.collective("ids", "all_to_all", 8.0 * sum(w.ids for w in self.work), group, deps=(), waits=True)
-        served = [op("embedding_lookup", variant=_variant(w), ids=w.served_rows, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
-                     tables=1, dtype=w.table.dtype) for w in self.work if w.served_rows]
-        self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
-        self.collective("embeddings", "all_to_all", self.wire_bytes[0], group, deps=(), waits=True, max_over_mean=self.skewed)
-
     @functools.cached_property
     def wire_bytes(self) -> tuple[float, float]:
         """What an average rank sends of rows and gets of gradients."""
@@ -366,7 +361,7 @@ class _Builder(ReplicaTasks):
             before = start
             self.exchange(unit, FORWARD)
             cost = self.pricer.block(block, self.batch, unit.precision, FORWARD)
-            self.compute(name, cost, phase, name, deps=(gather,))
+            self.compute(name, cost, phase, name, deps=(gather, None if self.before_tables(name) else self.arrived))
             self.early += self.pricer.early(block, self.batch, unit.precision, unit.checkpoint)
         rows = self.batch.samples * len(self.plan.model.heads)
         self.compute("loss", self.pricer.ops([op("bce", m=rows)], FORWARD), phase)
@@ -400,7 +395,9 @@ class _Builder(ReplicaTasks):
 
     def backward(self, *, reduce: bool) -> list[int | None]:
         """Returns the reductions that the optimizer waits for."""
-        phase, before, regather = "backward", self.last, self.plan.layout.reshard_after_forward
+        phase, before, layout = "backward", self.last, self.plan.layout
+        # FSDP2 copies what it holds whole, too; other systems keep what they have
+        regather = layout.reshard_after_forward and (self.plan.system is None or layout.fsdp > 1)
         self.compute("loss", self.pricer.ops([op("bce", m=self.batch.samples * len(self.plan.model.heads))], BACKWARD), phase)
         reductions: list[int | None] = []
         scattered: int | None = None
@@ -419,6 +416,8 @@ class _Builder(ReplicaTasks):
             if again.parts:
                 self.compute(f"recompute {name}", again, phase, name, deps=(gather,))
             self.compute(name, self.pricer.block(block, self.batch, unit.precision, BACKWARD), phase, name, deps=(gather,))
+            if following is not None and self.before_tables(following.region.name) and not self.before_tables(name):
+                self.return_gradients()
             if reduce and self.wrapped:
                 scattered, reduced = self.reduce(unit, scattered, reduced)
                 reductions.append(reduced)
@@ -445,20 +444,23 @@ class _Builder(ReplicaTasks):
                 if conversions := self.conversions(1):
                     cost = summed([cost, self.pricer.ops(conversions, FORWARD)])
                 self.compute("gather gradients", _hosted(cost, self.exchange_host(BACKWARD)), "sparse")
-            group, num_bytes = self.groups["sparse_group"], self.wire_bytes[1]
-            self.collective("gradients", "all_to_all", num_bytes, group, deps=(), waits=True, max_over_mean=self.skewed)
+            if self.returned is None:
+                self.collective("gradients", "all_to_all", self.wire_bytes[1], self.groups["sparse_group"], deps=(), waits=True,
+                                max_over_mean=self.skewed)
         if not last_microbatch:
             return
         self.gather_replicas("tables gather backward")
         if self.loads.replicated:
             self.collective("tables all-reduce", "all_reduce", 4.0 * self.loads.replicated, self.groups["sparse_group"], deps=(), waits=True)
         self.fetch("host rows update", 1)
-        repeats = self.plan.accumulation
-        rows = [(w, w.served_rows if layout.sparse_group > 1 else w.ids) for w in self.work]
-        updates = [op("embedding_update", variant=w.table.optimizer, ids=n * repeats, unique=w.distinct_served,
-                      dim=w.served_width if layout.sparse_group > 1 else w.table.dim, rows=w.storage_rows, tables=1, dtype=w.table.dtype)
-                   for w, n in rows if n]
-        self.compute("update", _hosted(self.pricer.ops(updates, STEP), self.exchange_host(BACKWARD)), "sparse")
+        if layout.sparse_group > 1 and self.plan.exchange == "pooled":
+            update = self.pooled_update()
+        else:
+            rows = [(w, w.served_rows if layout.sparse_group > 1 else w.ids) for w in self.work]
+            update = self.pricer.ops([op("embedding_update", variant=w.table.optimizer, ids=n * self.plan.accumulation, unique=w.distinct_served,
+                                         dim=w.served_width if layout.sparse_group > 1 else w.table.dim, rows=w.storage_rows, tables=1,
+                                         dtype=w.table.dtype) for w, n in rows if n], STEP)
+        self.compute("update", _hosted(update, self.exchange_host(BACKWARD)), "sparse", deps=(self.returned,))
         self.fetch("host rows back", 1)
         if layout.sparse_replicas > 1:
             self.average_replicas()

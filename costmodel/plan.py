@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from costmodel.cluster import Cluster
-from costmodel.codec import DecodeError, canonical, content_hash, decode, encode
+from costmodel.codec import LATER, DecodeError, canonical, content_hash, decode, encode
 from costmodel.model import Model
+from costmodel.systems import System
 from costmodel.workload import Workload
 
 SCHEMA_VERSION = 1
@@ -74,11 +75,12 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RegionOption:
-    """`count` blocks of a region under one precision and checkpoint policy, in order from the first block."""
+    """`count` blocks of a region under one precision and checkpoint policy, in order from the first block. `alternate` is other systems'
+    (costmodel/blocks/base.py), not the runtime's."""
 
     count: int
     precision: Precision = "fp32"
-    checkpoint: Checkpoint = "none"
+    checkpoint: Checkpoint | Literal["alternate"] = "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,7 @@ class Plan:
     `input_overlap`: the ids of the next micro-batch are exchanged while this one is computed, instead of when they are needed.
     `tables_ahead`: with several replicas of a sparse group, 0: their collectives are waited for where they are issued; n > 0: they run beside
     compute, and fully sharded 2D gathers whole shards for the update when backward has n blocks to go. `moment_scaled`: tables' Adagrad divides its
-    sums of squares by the number of sparse replicas before the root.
+    sums of squares by the number of sparse replicas before the root. `system`: whose the step is, where it is not the runtime's (predict-only).
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -177,6 +179,7 @@ class Plan:
     predict_only: tuple[str, ...] = ()
     emulated: tuple[str, ...] = ()
     ne_tolerance: float = 0.0005
+    system: System | None = dataclasses.field(default=None, metadata=LATER)
 
     def identity(self) -> str:
         """Content hash of what is executed (not of predictions or certificates)."""

@@ -26,6 +26,7 @@ from costmodel.plan import Plan
 from costmodel.precision import LOW_PRECISIONS, expanded
 from costmodel.quantity import Source, worst
 from costmodel.regions import Region, over_samples, regions
+from costmodel.systems import System
 from costmodel.work import TIMED, timed_work, work
 
 # Main-thread time of a step outside everything else (loop, metrics) [Assumed where not measured].
@@ -312,7 +313,7 @@ class GraphPricer(Pricer):
 _PRICERS = {"eager": Pricer, "compile": CompiledPricer, "cuda_graph": GraphPricer}
 _MAX_PRICERS = 16
 MAX_BATCHES = 256  # batches whose block costs are kept
-_pricers: dict[tuple[int, int, str, int, int, tuple[str, ...]], tuple[Plan, Calibration | None, Pricer]] = {}
+_pricers: dict[tuple[int, int, str, int, int, tuple[str, ...], System | None], tuple[Plan, Calibration | None, Pricer]] = {}
 
 
 _clusters: list[Cluster] = []
@@ -334,10 +335,19 @@ def pricer(plan: Plan, calibration: Calibration | None) -> Pricer:
     """The Pricer of the plan's cluster, calibration, execution and ranks on a host, made once: candidates of a search share block costs. What is
     captured is a model's own."""
     model = id(plan.model) if plan.execution == "cuda_graph" else 0
-    key = (_cluster(plan.cluster), id(calibration), plan.execution, model, min(plan.layout.world_size, plan.cluster.devices_per_host), plan.recipe)
+    key = (_cluster(plan.cluster), id(calibration), plan.execution, model, min(plan.layout.world_size, plan.cluster.devices_per_host), plan.recipe,
+           plan.system)
     if key not in _pricers:
         if len(_pricers) >= _MAX_PRICERS:
             _pricers.clear()
-        made = _PRICERS[plan.execution](plan, calibration)  # which makes an eager one, and may clear the others
+        made = _made(plan, calibration)  # which may make an eager one, and may clear the others
         _pricers[key] = (plan, calibration, made)
     return _pricers[key][2]
+
+
+def _made(plan: Plan, calibration: Calibration | None) -> Pricer:
+    if plan.system is None:
+        return _PRICERS[plan.execution](plan, calibration)
+    from costmodel.foreign import ForeignPricer  # which is one of these
+
+    return ForeignPricer(plan, calibration)

@@ -4,6 +4,7 @@ Checkpoint policies, as the runtime executes them:
 
     none       everything that autograd saves stays until backward
     selective  the block's input and the outputs of matrix ops (linear, attention) stay; norms, activations and elementwise ops run again
+    alternate  as selective, but every second product of linear layers runs again too (torchtitan's selective policy by ops; not in the runtime)
     full       only the block's input stays; the whole forward runs again
     quantized  as none, but every saved tensor of the activation dtype is stored in 8 bits with an fp32 scale per row, quantised in forward and
                restored in backward; of a block with LayerNorms over events only the inputs of norms and of GELU are, inputs of linear layers
@@ -33,6 +34,7 @@ INPUT, MATRIX, CHEAP, DROPPED = "input", "matrix", "cheap", "dropped"
 _KEPT = {
     "none": (INPUT, MATRIX, CHEAP),
     "selective": (INPUT, MATRIX, DROPPED),
+    "alternate": (INPUT, MATRIX, DROPPED),
     "full": (INPUT,),
     "quantized": (INPUT, MATRIX, CHEAP),
     "quantized4": (INPUT, MATRIX, CHEAP),
@@ -257,6 +259,8 @@ class Block(abc.ABC):
             return tuple(op("quantize", m=t.rows, n=t.elements / t.rows, dtype=low) for t in stored if t.in_8_bits in ("stored", "made"))
         if policy not in _KEPT:
             raise ValueError(f"unknown checkpoint policy {policy!r}{suggest(policy, _KEPT)}")
+        if policy == "alternate":
+            return tuple(op for op, again in _alternating(forward or self.forward(batch, precision)) if again)
         return tuple(op for op in forward or self.forward(batch, precision) if policy == "full" or op.kind not in MATRIX_OPS)
 
     def saved_bytes(self, batch: BatchShape, precision: str, policy: str) -> float:
@@ -264,10 +268,14 @@ class Block(abc.ABC):
         if policy not in _KEPT:
             raise ValueError(f"unknown checkpoint policy {policy!r}{suggest(policy, _KEPT)}")
         each = dtype_bytes(activation_dtype(precision))
-        total = 0.0
+        total, products = 0.0, 0
         for tensor in self.saved_tensors(batch):
             if tensor.level not in _KEPT[policy]:
                 continue
+            if policy == "alternate" and tensor.level in (MATRIX, DROPPED) and not tensor.name.startswith("attention"):
+                products += 1
+                if products % 2 == 0:
+                    continue
             if tensor.bytes_each is not None:
                 total += tensor.elements * tensor.bytes_each
             elif policy == "quantized4" and np.any(tensor.rows):
@@ -286,6 +294,15 @@ class Block(abc.ABC):
         each = dtype_bytes(activation_dtype(precision))
         return max((each * t.elements for t in self.saved_tensors(batch) if t.level in _KEPT[policy] and t.bytes_each is None and np.any(t.rows)
                     and (policy == "quantized4" or t.in_8_bits != "wide")), default=0.0)
+
+
+def _alternating(forward: Iterable[Op]) -> list[tuple[Op, bool]]:
+    """(op, whether it runs again) under the policy `alternate`."""
+    found, products = [], 0
+    for one in forward:
+        products += one.kind == "linear"
+        found.append((one, one.kind not in MATRIX_OPS or (one.kind == "linear" and products % 2 == 0)))
+    return found
 
 
 class LayerBlock(Block):

@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from benchmarks.published.__main__ import best_constant, main, score
-from benchmarks.published.predict import NotExpressible, calibrations, device_of, elsewhere, nearest, plan_of, predict
+from benchmarks.published.predict import CARRIED_OVER, POWER_EXPONENT, NotExpressible, calibrations, device_of, elsewhere, nearest, plan_of, predict
 from benchmarks.published.table import TableError, read
 from costmodel.calibration import fit
 from costmodel.samples import Environment, Sample
@@ -76,6 +77,12 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
     (STEP, {"precision": "fp4"}, "precision 'fp4'"),
     (STEP, {"checkpoint": "full:0.7"}, "shares must be > 0 and sum to 1"),
     (STEP, {"execution": "xla"}, "execution 'xla'"),
+    (STEP, {"attention": "torhc"}, "attention 'torhc'.*did you mean 'torch'"),
+    (STEP, {"fusion": "all"}, "fusion 'all'.*none, norms, compiler, epilogues"),
+    (STEP, {"optimizer": "lion"}, "optimizer 'lion'"),
+    (STEP, {"overlap": "everything"}, "overlap 'everything'"),
+    (STEP, {"table_update": "twice"}, "table_update 'twice'"),
+    (STEP, {"reduce": "fp8"}, "reduce 'fp8'"),
     (STEP, {"hosts": "2"}, "2 hosts, nic_gb_s is not given"),
     (KERNEL, {"op": "conv"}, "op 'conv' is not one of the cost model"),
     (KERNEL, {"features": "m=4096 k=4096"}, r"features \['k', 'm', 'n'\] are needed"),
@@ -109,7 +116,7 @@ def test_the_best_constant_is_the_best(tmp_path):
 def test_less_power_and_another_part(tmp_path):
     (row,) = read(table(tmp_path, {**STEP, "power_w": "350", "memory_bandwidth_tb_s": "2.4", "memory_gb": "96"}))
     device = device_of(row)
-    assert device.peak_flops["bf16"] == pytest.approx(989.4e12 * 0.5 ** (1 / 3)) and device.memory_bandwidth == 2.4e12
+    assert device.peak_flops["bf16"] == pytest.approx(989.4e12 * 0.5 ** POWER_EXPONENT) and device.memory_bandwidth == 2.4e12
     slow, fast = predict(row, []), predict(dataclasses.replace(row, power=None, memory_bandwidth=None), [])
     assert slow.seconds > fast.seconds
     given = device_of(dataclasses.replace(row, peak_flops=500e12))
@@ -165,3 +172,58 @@ def test_the_result_file(tmp_path):
     rows = {row["name"]: row for row in json.loads((tmp_path / "published.json").read_text())["rows"]}
     assert rows["not expressible: odd"]["value"] is None and "conv" in rows["not expressible: odd"]["note"]
     assert rows["kernel k"]["note"].endswith("https://example.org/k") and "kernel time: median |error|" in rows
+
+
+def step(folder: Path, **changes: str):
+    (row,) = read(table(folder, {**STEP, "layout": "fsdp=8", "precision": "bf16", "checkpoint": "*=none text.0=selective", **changes}))
+    return row
+
+
+@pytest.mark.parametrize("known", [[], calibrations()], ids=["datasheets", "calibrated"])
+def test_what_is_fused_moves_fewer_bytes(tmp_path, known):
+    """A model of root-mean-square norms: parts, norms of one kernel, one kernel a run. Defaults go with the execution."""
+    predicted = {fusion: predict(step(tmp_path, fusion=fusion), known).seconds for fusion in ("none", "norms", "compiler", "epilogues")}
+    assert predicted["none"] > predicted["norms"] > predicted["compiler"] >= predicted["epilogues"]
+    assert predict(step(tmp_path), known).seconds == predicted["none"]
+    for execution in ("compile", "cuda_graph"):
+        row = step(tmp_path, execution=execution)
+        assert plan_of(row, device_of(row)).system.fusion == "compiler"
+    assert predict(step(tmp_path, execution="compile"), known).seconds == predicted["compiler"]
+
+
+@pytest.mark.parametrize("known", [[], calibrations()], ids=["datasheets", "calibrated"])
+def test_whose_attention_and_what_runs_again(tmp_path, known):
+    """FlashAttention-2 takes longer than cuDNN's on Hopper; every second product again costs more than none again and less than all of the block."""
+    torch, cudnn = (predict(step(tmp_path, attention=name), known).seconds for name in ("torch", "cudnn"))
+    assert torch > cudnn and predict(step(tmp_path), known).seconds == torch
+    times = {policy: predict(step(tmp_path, checkpoint=f"*=none text.0={policy}"), known) for policy in ("none", "selective", "alternate", "full")}
+    assert times["none"].seconds < times["selective"].seconds < times["alternate"].seconds < times["full"].seconds
+    assert times["none"].reserved > times["selective"].reserved > times["alternate"].reserved > times["full"].reserved
+    assert predict(step(tmp_path, optimizer="adamw_foreach"), known).seconds > torch
+
+
+def test_overlap_hides_the_exchange_and_nothing_is_hidden_without(tmp_path):
+    row = next(r for r in read(BUNDLED / "mlperf_dlrm_dcnv2.csv") if r.hosts == 2)
+    beside, after = (predict(dataclasses.replace(row, overlap=name), calibrations()).seconds for name in ("embeddings", "none"))
+    assert beside < after
+    fused = predict(dataclasses.replace(row, table_update="fused"), calibrations()).seconds
+    assert fused < beside and predict(dataclasses.replace(row, reduce="fp32"), calibrations()).seconds >= beside
+    assert predict(dataclasses.replace(row, fusion="none"), calibrations()).seconds > beside
+
+
+def test_intervals_are_as_wide_as_what_is_carried_over(tmp_path):
+    known = calibrations()
+    for row, base in ((step(tmp_path), known), (step(tmp_path), []), (read(BUNDLED / "gemm.csv")[0], known)):
+        found = predict(row, base)
+        assert math.log(found.high / found.seconds) >= CARRIED_OVER - 1e-9 and found.seconds / found.low >= math.exp(CARRIED_OVER) - 1e-9
+
+
+def test_no_product_of_a_step_is_faster_than_a_long_one(tmp_path):
+    """Bursts of some milliseconds are; what is measured for a tenth of a second bounds both kernels and steps of others."""
+    rows = read(table(tmp_path, {**KERNEL, "features": "m=65536 k=8192 n=8192"}))
+    h200 = device_of(rows[0])
+    samples = [Sample(op="linear", phase="forward", features={"m": m, "k": 8192, "n": 8192}, dtype="bf16",
+                      seconds=2 * m * 8192**2 / (0.85 * h200.peak_flops["bf16"])) for m in (1024, 4096, 16384, 65536)]
+    samples.append(Sample(op="constant:peak_flops", variant="bf16", phase="step", features={}, seconds=0.7 * h200.peak_flops["bf16"]))
+    calibration = fit(Environment(device_name="H200-SXM", device_kind="cuda"), samples, device=h200)
+    assert predict(rows[0], [calibration]).seconds == pytest.approx(2 * 65536 * 8192**2 / (0.7 * h200.peak_flops["bf16"]))

@@ -1,0 +1,89 @@
+"""A sparse group whose owners pool: what a system does that sends bags instead of rows (HugeCTR, torchrec); the runtime does not.
+
+Every id goes to its owner, who sends one row a bag back, and gets that row's gradient; sizes are known beforehand, so the host reads none. Of the
+update
+
+    bytes = 8 ids + w bags dim + (2 e + state) distinct dim        w bytes of a gradient on the wire, e of the tables
+
+gradients are read once a bag: there are few bags, and what reads them again finds them in the cache. Where gradients of distinct rows are written
+down first (`System.table_update`), they cost 8 distinct dim more. It is as fast as distinct rows of that width are looked up. Ids are sorted a step
+ahead, beside dense compute, and cost nothing here.
+
+With `System.overlap` `embeddings` ids cross a step ahead, pooled rows beside the bottom MLP, and their gradients beside its backward:
+
+    lookup -> rows cross | bottom MLP -> interaction -> ... -> interaction backward -> gradients cross | bottom MLP backward -> update
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from costmodel.ops import FORWARD, STEP, Op, dtype_bytes, op
+from costmodel.pricer import Cost
+from costmodel.wire import wires
+
+if TYPE_CHECKING:
+    from costmodel.comms import GroupShape
+    from costmodel.plan import Plan
+    from costmodel.pricer import Pricer
+    from costmodel.sparse import GroupWork
+
+# The region that needs nothing of the tables.
+BOTTOM = "bottom"
+
+
+class PooledTasks:
+    """Mixed into `costmodel.lower`'s builder, whose members it uses."""
+
+    plan: Plan
+    pricer: Pricer
+    work: Sequence[GroupWork]
+    last: int | None
+    arrived: int | None
+    returned: int | None
+
+    @property
+    def beside_bottom(self) -> bool:
+        """Whether pooled rows cross while the bottom MLP is computed."""
+        return self.plan.system is not None and self.plan.system.overlap == "embeddings" and self.plan.exchange == "pooled"
+
+    def before_tables(self, region: str) -> bool:
+        return self.beside_bottom and region == BOTTOM
+
+    def pooled_forward(self, group: GroupShape) -> None:
+        """Lookup by the owners, and what crosses."""
+        ids = 8.0 * sum(w.ids for w in self.work)
+        if not self.beside_bottom:
+            self.collective("ids", "all_to_all", ids, group, deps=(), waits=True)
+        served = [op("embedding_lookup", variant="sequence" if w.table.pooling == "sequence" else "pooled", ids=w.served_rows,
+                     unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows, tables=1, dtype=w.table.dtype)
+                  for w in self.work if w.served_rows]
+        self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
+        self.arrived = self.collective("embeddings", "all_to_all", self.wire_bytes[0], group, deps=(self.last,), waits=not self.beside_bottom,
+                                       max_over_mean=self.skewed)
+        if self.beside_bottom:  # those of the next step
+            self.collective("ids", "all_to_all", ids, group, deps=(self.last,), apart=True)
+
+    def return_gradients(self) -> None:
+        """Gradients of pooled rows cross as soon as there are any."""
+        self.returned = self.collective("gradients", "all_to_all", self.wire_bytes[1], self.groups["sparse_group"], deps=(self.last,),
+                                        max_over_mean=self.skewed)
+
+    def pooled_update(self) -> Cost:
+        """See the module."""
+        separate = self.plan.system is not None and self.plan.system.table_update == "separate"
+        wire = dtype_bytes(wires(self.plan.model.tables, self.plan.wire, self.plan.wire_gradients)[1])
+        bags = float(self.plan.local_batch * self.plan.layout.sparse_group)
+        found: list[Op] = []
+        for w in self.work:
+            if not w.served_rows:
+                continue
+            ids, each = w.served_rows * self.plan.accumulation, 8.0 + dtype_bytes(w.table.dtype) * w.served_width
+            whole = op("embedding_update", variant=w.table.optimizer, ids=ids, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
+                       tables=1, dtype=w.table.dtype).bytes(STEP)
+            num_bytes = whole - 4.0 * ids * w.served_width + wire * min(ids, bags * w.table.count * self.plan.accumulation) * w.served_width
+            num_bytes += 8.0 * w.distinct_served * w.served_width if separate else 0.0
+            rows = num_bytes / each  # each of them another one
+            found.append(op("embedding_lookup", variant="pooled", ids=rows, unique=rows, dim=w.served_width, rows=max(w.storage_rows, rows), tables=1,
+                            dtype=w.table.dtype))
+        return self.pricer.ops(found, FORWARD)
