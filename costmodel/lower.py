@@ -240,7 +240,9 @@ class _Builder(PooledTasks, ReplicaTasks):
 
     @functools.cached_property
     def rank(self) -> int:
-        """The busiest place of the sparse group."""
+        """The busiest place of the sparse group: who sends most, or, of owners that pool, who has most rows to read and to update."""
+        if self.plan.exchange == "pooled":
+            return self.most_rows
         return int(self.loads.served.argmax()) if len(self.loads.served) else 0
 
     @functools.cached_property
@@ -418,9 +420,11 @@ class _Builder(PooledTasks, ReplicaTasks):
             self.compute(name, self.pricer.block(block, self.batch, unit.precision, BACKWARD), phase, name, deps=(gather,))
             if following is not None and self.before_tables(following.region.name) and not self.before_tables(name):
                 self.return_gradients()
-            if reduce and self.wrapped:
+            if reduce and self.wrapped and not self.reduces_together:
                 scattered, reduced = self.reduce(unit, scattered, reduced)
                 reductions.append(reduced)
+        if reduce and self.reduces_together:
+            reductions.append(self.reduce_together())
         return reductions
 
     def reduce(self, unit: _Unit, scattered: int | None, reduced: int | None) -> tuple[int | None, int | None]:
@@ -450,7 +454,7 @@ class _Builder(PooledTasks, ReplicaTasks):
         if not last_microbatch:
             return
         self.gather_replicas("tables gather backward")
-        if self.loads.replicated:
+        if self.loads.replicated and not self.reduces_together:
             self.collective("tables all-reduce", "all_reduce", 4.0 * self.loads.replicated, self.groups["sparse_group"], deps=(), waits=True)
         self.fetch("host rows update", 1)
         if layout.sparse_group > 1 and self.plan.exchange == "pooled":

@@ -6,12 +6,15 @@ update
     bytes = 8 ids + w bags dim + (2 e + state) distinct dim        w bytes of a gradient on the wire, e of the tables
 
 gradients are read once a bag: there are few bags, and what reads them again finds them in the cache. Where gradients of distinct rows are written
-down first (`System.table_update`), they cost 8 distinct dim more. It is as fast as distinct rows of that width are looked up. Ids are sorted a step
+down first (`System.table_update`), they cost 2 w distinct dim more. It is as fast as distinct rows of that width are looked up. Ids are sorted a step
 ahead, beside dense compute, and cost nothing here.
 
 With `System.overlap` `embeddings` ids cross a step ahead, pooled rows beside the bottom MLP, and their gradients beside its backward:
 
     lookup -> rows cross | bottom MLP -> interaction -> ... -> interaction backward -> gradients cross | bottom MLP backward -> update
+
+and where every rank holds all dense parameters their gradients are reduced as one message behind those of the rows, beside the update; those of
+tables on every rank are part of it.
 """
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from costmodel.comms import GroupShape
     from costmodel.plan import Plan
     from costmodel.pricer import Pricer
-    from costmodel.sparse import GroupWork
+    from costmodel.sparse import GroupWork, TableLoads
 
 # The region that needs nothing of the tables.
 BOTTOM = "bottom"
@@ -37,6 +40,7 @@ class PooledTasks:
 
     plan: Plan
     pricer: Pricer
+    loads: TableLoads
     work: Sequence[GroupWork]
     last: int | None
     arrived: int | None
@@ -47,12 +51,28 @@ class PooledTasks:
         """Whether pooled rows cross while the bottom MLP is computed."""
         return self.plan.system is not None and self.plan.system.overlap == "embeddings" and self.plan.exchange == "pooled"
 
+    @property
+    def most_rows(self) -> int:
+        """The rank that has most to do: rows are read by the lookup, distinct ones read and written by the update, and their state as well."""
+        found = sum(held[0] + 4.0 * held[3] for held in self.loads.held.values())
+        return int(found.argmax()) if len(self.loads.served) else 0
+
+    @property
+    def reduces_together(self) -> bool:
+        """Whether all dense gradients are one message behind backward."""
+        return self.beside_bottom and self.plan.layout.fsdp == 1 and self.plan.layout.ddp > 1
+
+    def reduce_together(self) -> int | None:
+        elements = sum(unit.region.block.num_parameters for unit in self.units) + self.loads.replicated
+        return self.collective("all-reduce gradients", "all_reduce", dtype_bytes(self.plan.reduce_dtype) * elements, self.groups["ddp"],
+                               deps=(self.last, self.returned))
+
     def before_tables(self, region: str) -> bool:
         return self.beside_bottom and region == BOTTOM
 
     def pooled_forward(self, group: GroupShape) -> None:
         """Lookup by the owners, and what crosses."""
-        ids = 8.0 * sum(w.ids for w in self.work)
+        ids = 8.0 * sum(w.ids for w in self.work if w.asked)
         if not self.beside_bottom:
             self.collective("ids", "all_to_all", ids, group, deps=(), waits=True)
         served = [op("embedding_lookup", variant="sequence" if w.table.pooling == "sequence" else "pooled", ids=w.served_rows,
@@ -82,7 +102,7 @@ class PooledTasks:
             whole = op("embedding_update", variant=w.table.optimizer, ids=ids, unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows,
                        tables=1, dtype=w.table.dtype).bytes(STEP)
             num_bytes = whole - 4.0 * ids * w.served_width + wire * min(ids, bags * w.table.count * self.plan.accumulation) * w.served_width
-            num_bytes += 8.0 * w.distinct_served * w.served_width if separate else 0.0
+            num_bytes += 2.0 * wire * w.distinct_served * w.served_width if separate else 0.0
             rows = num_bytes / each  # each of them another one
             found.append(op("embedding_lookup", variant="pooled", ids=rows, unique=rows, dim=w.served_width, rows=max(w.storage_rows, rows), tables=1,
                             dtype=w.table.dtype))

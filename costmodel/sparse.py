@@ -131,7 +131,7 @@ def table_loads(plan: Plan, tokens: dict[str, float]) -> TableLoads:
             if sharding == "data_parallel":
                 found[:2] /= group
                 sent = 0.0 * sent
-                replicated += float(rows[0]) * (width + 1) if group > 1 and plan.exchange == "rows" else 0.0
+                replicated += float(rows[0]) * (width + 1) if group > 1 else 0.0
             elif pools:
                 sent = group * plan.local_batch * width * shards
             rows_of += found

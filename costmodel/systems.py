@@ -9,7 +9,8 @@ blocks take beyond their ops (`costmodel.foreign`):
                 norms      every elementwise op and every norm is a kernel
                 compiler   a run of norms, activations and elementwise ops between matrix products is one kernel: what one of them hands on to
                            the next is neither written nor read, a sum (residual streams, which are read again later) is written
-                epilogues  as compiler, and an activation right behind a product is part of it in both directions
+                epilogues  as compiler; biases, their gradients and an activation right behind a product are part of products: backward of a linear
+                           layer is two products and nothing else
     optimizer   bytes a dense parameter: adamw 28, adamw_foreach 80, adagrad 20 (`OPTIMIZER_BYTES`)
 
 What a fused run takes is what an elementwise product that moves as many bytes takes.
@@ -20,7 +21,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from costmodel.ops import BACKWARD, FORWARD, Op, dtype_bytes, elementwise
+from costmodel.ops import BACKWARD, FORWARD, Op, dtype_bytes, elementwise, linear
+from costmodel.precision import LOW_PRECISIONS
 
 ATTENTIONS = ("torch", "cudnn", "own")
 FUSIONS = ("none", "norms", "compiler", "epilogues")
@@ -55,11 +57,19 @@ def executed(ops: Sequence[Op], phase: str, system: System, kind: str) -> list[t
     for one in ops:
         if one.kind not in _FUSABLE:
             found += _launched(run, phase, system, kind)
-            found.append((_library(one, system), phase))
+            found += _products(one, phase) if system.fusion == "epilogues" and one.kind == "linear" else [(_library(one, system), phase)]
             run = []
         elif run or one.kind != "activation" or system.fusion != "epilogues" or not found or found[-1][0].kind != "linear":
             run.append(one)
     return found + _launched(run, phase, system, kind)
+
+
+def _products(one: Op, phase: str) -> list[tuple[Op, str]]:
+    """A linear layer in one direction as products alone; of 8 bits as it is, which is made of them anyway (`costmodel.precision`)."""
+    if phase != BACKWARD or one.dtype in LOW_PRECISIONS:
+        return [(one, phase)]
+    m, k, n = (one.feature(name) for name in "mkn")
+    return [(linear(m, n, k, one.dtype, one.count), FORWARD), (linear(n, m, k, one.dtype, one.count), FORWARD)]
 
 
 def _library(one: Op, system: System) -> Op:

@@ -10,6 +10,7 @@ import fnmatch
 import math
 from pathlib import Path
 
+from benchmarks.published.placing import COMM_SHARE, ROOM, placed
 from benchmarks.published.table import Published
 from costmodel.calibration import MINIMUM_WIDTH, Calibration
 from costmodel.calibration import load as load_calibration
@@ -20,11 +21,11 @@ from costmodel.estimate import estimate
 from costmodel.foreign import Sustained
 from costmodel.hosttime import PREFIX
 from costmodel.lower import lower
-from costmodel.model import Model, TableGroup
+from costmodel.model import Model
 from costmodel.ops import KINDS, op
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.regions import Region, regions
-from costmodel.sparse import ids_per_table
+from costmodel.sparse import ids_per_table, state_bytes
 from costmodel.stepgraph import COMPUTE
 from costmodel.systems import ATTENTIONS, FUSIONS, OPTIMIZER_BYTES, OVERLAPS, TABLE_UPDATES, System
 from costmodel.workload import Lengths, Workload
@@ -36,8 +37,6 @@ CALIBRATIONS = Path(__file__).resolve().parents[2] / "costmodel" / "calibrations
 # NVLink per GPU and direction [Datasheet: https://www.nvidia.com/en-us/data-center/h200/ and dgx-b200], latencies as in scenarios/clusters.
 NVLINK = {"A100-SXM-80GB": 300e9, "H100-SXM": 450e9, "H200-SXM": 450e9, "B200": 900e9}
 LINK_LATENCY, NIC_LATENCY = 3e-6, 8e-6
-# Tables below this many bytes are kept on every rank where a row says `tables=auto`.
-_REPLICATED_BYTES = 1 << 20
 # |log error| at 90 % of what another library's kernel takes on another device, by utilisations carried over [Measured: the kernel rows of
 # benchmarks/published, 26 products and 154 of attention: 0.36 and 0.32]. Everything in a step is that library's and that device's, so that errors of
 # its kernels go together and do not average out. Of datasheets alone: that of one roofline.
@@ -171,12 +170,13 @@ def plan_of(row: Published, device: Device) -> Plan:
     lengths = {s.name: Lengths(kind="fixed", minimum=row.sequence_length or 1, maximum=row.sequence_length or 1) for s in model.sequences}
     workload = Workload(name="published", lengths=lengths, local_batch=row.local_batch * row.accumulation)
     layout, placing = _layout(row)
+    cluster = _cluster(row, device)
     try:
-        plan = Plan(scenario=row.id, cluster=_cluster(row, device), model=model, workload=workload, layout=layout, local_batch=row.local_batch,
+        plan = Plan(scenario=row.id, cluster=cluster, model=model, workload=workload, layout=layout, local_batch=row.local_batch,
                     accumulation=row.accumulation, execution=_legal(row, "execution", ("eager", "compile", "cuda_graph")),
                     exchange=_legal(row, "exchange", ("rows", "pooled")), wire=_legal(row, "wire", ("", "fp32", "bf16", "fp16")) or None,
                     reduce_dtype=_legal(row, "reduce", ("fp32", "bf16")), system=_system(row),
-                    regions=tuple(_options(row, region) for region in regions(model)), tables=_tables(model, row, layout, placing),
+                    regions=tuple(_options(row, region) for region in regions(model)), tables=_tables(model, row, cluster, layout, placing),
                     predict_only=("a published configuration",))
     except NotExpressible:
         raise
@@ -280,28 +280,17 @@ def _matching(pairs: tuple[tuple[str, str], ...], name: str, default: str) -> st
     return default
 
 
-def _tables(model: Model, row: Published, layout: Layout, placing: str) -> tuple[TablePlacement, ...]:
-    """`row_wise`: every table over all ranks. `auto`, as large systems do: the smallest on every rank, those with more than a rank's share of the ids
-    row-wise, the others whole on the rank that has the fewest ids so far."""
+def _tables(model: Model, row: Published, cluster: Cluster, layout: Layout, placing: str) -> tuple[TablePlacement, ...]:
+    """`row_wise`: every table over all ranks; `auto`: `benchmarks.published.placing`."""
     if placing == "row_wise" or layout.sparse_group == 1:
         return tuple(TablePlacement(table=n, sharding="row_wise") for t in model.tables for n in t.names)
     if placing != "auto":
         raise NotExpressible(f"layout tables={placing}: row_wise or auto is needed")
-    samples, length = float(row.local_batch or 1), float(row.sequence_length or 1)
-    ids: dict[str, float] = {}
-    groups: dict[str, TableGroup] = {}
-    for table in model.tables:
-        for name in table.names:
-            ids[name] = ids_per_table(table, samples, {s.name: samples * length for s in model.sequences})
-            groups[name] = table
-    share, held, placed = sum(ids.values()) / layout.sparse_group, [0.0] * layout.sparse_group, {}
-    for name in sorted(ids, key=lambda n: -ids[n]):
-        if groups[name].weight_bytes < _REPLICATED_BYTES:
-            placed[name] = TablePlacement(table=name, sharding="data_parallel")
-        elif ids[name] > share:
-            placed[name] = TablePlacement(table=name, sharding="row_wise")
-        else:
-            rank = held.index(min(held))
-            held[rank] += ids[name]
-            placed[name] = TablePlacement(table=name, sharding="table_wise", ranks=(rank,))
-    return tuple(placed[n] for t in model.tables for n in t.names)
+    length = float(row.sequence_length or 1)
+    groups = {name: table for table in model.tables for name in table.names}
+    ids = {name: ids_per_table(table, 1.0, {s.name: length for s in model.sequences}) for name, table in groups.items()}
+    sizes = {name: table.weight_bytes + state_bytes(table, table.rows, table.dim) for name, table in groups.items()}
+    found = placed(ids, sizes, layout.sparse_group, crossing=COMM_SHARE * cluster.device.memory_bandwidth / cluster.tiers[-1].bandwidth,
+                   room=ROOM * cluster.device.memory_bytes)
+    return tuple(TablePlacement(table=name, sharding="row_wise" if len(ranks) > 1 else "table_wise" if ranks else "data_parallel", ranks=ranks)
+                 for name, ranks in found.items())
