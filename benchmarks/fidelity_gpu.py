@@ -204,7 +204,7 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     measured = {**other, "examples_per_second": rate, "step_time_s": {**other["step_time_s"], **times}, "memory_bytes": memory,
                 "phases_s": {name: (count * one["phases_s"][name] + value) / (count + 1) for name, value in other["phases_s"].items()}}
     phases = {key: {name: [*before[key][name], *values] for name, values in found[key].items()} for key in ("visits_device_s", "visits_host_s")}
-    each = {key: [*before[key], *found[key]] for key in ("visits_s", "visits_slow", "visits_cores", "pieces_s") if key in before and key in found}
+    each = {key: [*before[key], *found[key]] for key in ("visits_s", "visits_slow", "pieces_s") if key in before and key in found}
     return {**found, **phases, **each, "measured": measured, "steps_s": steps,
             "full_speed_s": min(one["full_speed_s"] for one in (before, found) if "full_speed_s" in one) if "full_speed_s" in found else None,
             "held_before": max(before["held_before"], found["held_before"])}
@@ -216,9 +216,8 @@ def execute(plan: Plan, device, *, expected: float, fastest: float | None = None
 
     held_before: bytes that the process had allocated before, which are no plan's; steps_s: every measured step; visits_s: the `typical` one of the
     visit; visits_device_s, visits_host_s: the same by phase; pieces_s: seconds of the piece of Python before and after every measured step, which are
-    in no step; visits_slow: the host's `typical` slowness in the visit's steps, by them and full_speed_s, which is `fastest`; visits_cores: those
-    that the process kept to in the end (None where it chose none); context_bytes: what the device had taken beyond the allocator (None on a CPU);
-    wall_s: of the whole call.
+    in no step; visits_slow: the host's `typical` slowness in the visit's steps, by them and full_speed_s, which is `fastest`; context_bytes: what the
+    device had taken beyond the allocator (None on a CPU); wall_s: of the whole call.
     """
     import torch
 
@@ -250,7 +249,6 @@ def execute(plan: Plan, device, *, expected: float, fastest: float | None = None
         "pieces_s": pieces,
         "full_speed_s": fastest,
         "visits_slow": [typical(slowness(pieces, fastest).tolist())],
-        "visits_cores": [trainer.quiet.kept if trainer.quiet is not None else None],
         "final_loss": trainer.losses[-1],
         "context_bytes": context_bytes() if device.type == "cuda" else None,
         "held_before": held,

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from costmodel.codec import content_hash
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES, Measured, MeasuredMemory, StepTime
-from runtime import checkpoint, cores, memory
+from runtime import checkpoint, memory
 from runtime.batch import Batch
 from runtime.data import Loader, Source, evaluation_batches
 from runtime.embedding import Distribution
@@ -126,7 +126,6 @@ class Trainer:
         self._saving: checkpoint.Saving | None = None
         self._taken: list[Batch] = []
         self._distribution: Distribution | None = None
-        self.quiet = cores.Quiet() if device.type == "cuda" and cores.alone_on_host() else None
 
     def _loader(self, start: int) -> Loader:
         return Loader.of_plan(self.plan, self.source, rank=self.meshes.rank, start=start, prefetch=self._prefetch, pin=self._prefetch > 0)
@@ -155,15 +154,11 @@ class Trainer:
         """
         total = self.loader.num_steps if num_steps is None else min(num_steps, self.loader.num_steps)
         report = StepReport(self.meshes, self.timer)
-        if self.quiet is not None:
-            self.quiet.settle()
         batches = iter(self.loader)
         gc.freeze()  # what lives for the whole run is not walked again and again by the collector, in whatever step it falls
         try:
             while self.step < total and not self.interrupted:
                 self._step(batches, report, total)
-                if self.quiet is not None:
-                    self.quiet.look()
                 if checkpoint_every and self.step % checkpoint_every == 0 and self.step < total and not self.interrupted:
                     self._read_report(report, total)
                     self.save(root, wait=False)
@@ -173,8 +168,6 @@ class Trainer:
         finally:
             gc.unfreeze()
             self.timer.abandon_step()
-            if self.quiet is not None:
-                self.quiet.leave()
             if self._taken:  # by a step that then did not run
                 self.loader.position -= self.loader.global_batch
                 self._taken, self._distribution = [], None

@@ -92,12 +92,11 @@ def host_samples(calibration: Calibration, plans: Sequence[Plan], device: torch.
         phases = trainer.phases[WARMUP_STEPS:]
         slow = speeds.of(trainer.timer, phases, WARMUP_STEPS)
         steps = sorted(sum(step.values()) / by for step, by in zip(phases, slow))
-        kept = "" if trainer.quiet is None else f", on {len(trainer.quiet.kept)} of {len(trainer.quiet.cores)} cores"
         del trainer
         cut = int(TRIMMED * len(steps))
         ratios.append(statistics.fmean(steps[cut:len(steps) - cut]) / made)
         report(f"whole: {plan.model.name} {layer_policy(wanted)}, {wanted.local_batch} samples: {ratios[-1]:.3f} of the host's {1e3 * made:.1f} ms "
-               f"at full speed, than which it was {slow.mean():.2f} times slower{kept}")
+               f"at full speed, than which it was {slow.mean():.2f} times slower")
     if len(ratios) >= FEWEST:
         median = statistics.median(ratios)
         kept = min(max(median, IN_HOST_STEP[0]), IN_HOST_STEP[1])

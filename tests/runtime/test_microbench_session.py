@@ -172,7 +172,7 @@ def ran(phases: list[dict[str, float]], slow: float = 1.0):
     """A trainer after steps of these phases, on a host `slow` times slower than where a piece takes a second."""
     timer = Probed(CPU)
     timer.pieces = [(slow ** (1.0 / SLOW_SHARE),) * 2] * len(phases)
-    return type("Ran", (), {"phases": phases, "timer": timer, "quiet": None})()
+    return type("Ran", (), {"phases": phases, "timer": timer})()
 
 
 class _Task:
