@@ -51,6 +51,8 @@ QUANTILE = 0.9
 DOUBTFUL, USUAL, ENOUGH = 0.04, 1.5, 12
 # Points of attention, or of products, from which a block around it is the sum of its ops.
 WELL_KNOWN = 12
+# Significant digits of measured times and of weights.
+DIGITS = 8
 # A point with more noise than this is smoothed, not returned as it was measured.
 EXACT_NOISE = 0.05
 
@@ -375,7 +377,22 @@ def fit(environment: Environment, samples: Iterable[Sample], *, device: Device |
             figures[sample.op.removeprefix(CONSTANT_PREFIX) + (f"/{sample.variant}" if sample.variant else "")].append(sample.seconds)
     constants = {name: float(np.median(values)) for name, values in sorted(figures.items())}
     bare = Calibration(environment=environment, device=device, curves=curves, constants=constants)
-    return dataclasses.replace(bare, compositions=_fit_compositions(bare, [s for s in kept if s.op.startswith(BLOCK_PREFIX)]))
+    return rounded(dataclasses.replace(bare, compositions=_fit_compositions(bare, [s for s in kept if s.op.startswith(BLOCK_PREFIX)])))
+
+
+def rounded(calibration: Calibration) -> Calibration:
+    """A copy whose times and weights have DIGITS significant digits, which predictions do not show and files do; features stay as they are."""
+    curves = []
+    for c in calibration.curves:
+        points = [[*row[:len(c.features)], *_short(row[len(c.features):])] for row in c.points]
+        curves.append(dataclasses.replace(c, weights=_short(c.weights), points=points))
+    compositions = {key: dataclasses.replace(c, surface=dataclasses.replace(c.surface, weights=_short(c.surface.weights)))
+                    for key, c in calibration.compositions.items()}  # fmt: skip
+    return dataclasses.replace(calibration, curves=tuple(curves), compositions=compositions)
+
+
+def _short(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.{DIGITS}g}") for value in values]
 
 
 def _observed_device(environment: Environment, samples: list[Sample]) -> Device:
