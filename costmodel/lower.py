@@ -449,8 +449,7 @@ class _Builder(PooledTasks, ReplicaTasks):
                     cost = summed([cost, self.pricer.ops(conversions, FORWARD)])
                 self.compute("gather gradients", _hosted(cost, self.exchange_host(BACKWARD)), "sparse")
             if self.returned is None:
-                self.collective("gradients", "all_to_all", self.wire_bytes[1], self.groups["sparse_group"], deps=(), waits=True,
-                                max_over_mean=self.skewed)
+                self.exchanged("gradients", BACKWARD, waits=True)
         if not last_microbatch:
             return
         self.gather_replicas("tables gather backward")

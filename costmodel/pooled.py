@@ -9,6 +9,10 @@ gradients are read once a bag: there are few bags, and what reads them again fin
 down first (`System.table_update`), they cost 2 w distinct dim more. It is as fast as distinct rows of that width are looked up. Ids are sorted a step
 ahead, beside dense compute, and cost nothing here.
 
+With `System.by_host` what a host has of a table lies on all of its GPUs in rows. What one of them sums up of a bag goes to the GPU of the host that
+has the place in it that the bag's GPU has in its own, and sums of the whole host cross to others: bytes between hosts are those inside over the GPUs
+of a host. Gradients go the other way.
+
 With `System.overlap` `embeddings` ids cross a step ahead, pooled rows beside the bottom MLP, and their gradients beside its backward:
 
     lookup -> rows cross | bottom MLP -> interaction -> ... -> interaction backward -> gradients cross | bottom MLP backward -> update
@@ -21,12 +25,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from costmodel.ops import FORWARD, STEP, Op, dtype_bytes, op
+from costmodel.comms import GroupShape
+from costmodel.ops import BACKWARD, FORWARD, STEP, Op, dtype_bytes, op
 from costmodel.pricer import Cost
 from costmodel.wire import wires
 
 if TYPE_CHECKING:
-    from costmodel.comms import GroupShape
     from costmodel.plan import Plan
     from costmodel.pricer import Pricer
     from costmodel.sparse import GroupWork, TableLoads
@@ -79,15 +83,25 @@ class PooledTasks:
                      unique=w.distinct_served, dim=w.served_width, rows=w.storage_rows, tables=1, dtype=w.table.dtype)
                   for w in self.work if w.served_rows]
         self.compute("lookup", self.pricer.ops(served, FORWARD), "sparse")
-        self.arrived = self.collective("embeddings", "all_to_all", self.wire_bytes[0], group, deps=(self.last,), waits=not self.beside_bottom,
-                                       max_over_mean=self.skewed)
+        self.arrived = self.exchanged("embeddings", FORWARD, waits=not self.beside_bottom)
         if self.beside_bottom:  # those of the next step
             self.collective("ids", "all_to_all", ids, group, deps=(self.last,), apart=True)
 
     def return_gradients(self) -> None:
         """Gradients of pooled rows cross as soon as there are any."""
-        self.returned = self.collective("gradients", "all_to_all", self.wire_bytes[1], self.groups["sparse_group"], deps=(self.last,),
-                                        max_over_mean=self.skewed)
+        self.returned = self.exchanged("gradients", BACKWARD, waits=False)
+
+    def exchanged(self, name: str, phase: str, *, waits: bool) -> int | None:
+        """Pooled rows to whose bags they are, or their gradients back: the end of it."""
+        layout, per_host = self.plan.layout, self.plan.cluster.devices_per_host
+        num_bytes, after = self.wire_bytes[phase == BACKWARD], self.last
+        if self.plan.system is None or not self.plan.system.by_host or layout.sparse_group <= per_host:
+            return self.collective(name, "all_to_all", num_bytes, self.groups["sparse_group"], deps=(after,), waits=waits, max_over_mean=self.skewed)
+        inside, outside = GroupShape(size=per_host), GroupShape(size=layout.sparse_group // per_host, stride=per_host)
+        steps = [(f"{name} in hosts", num_bytes, inside), (name, num_bytes / per_host, outside)]
+        for step, part, members in steps if phase == FORWARD else steps[::-1]:
+            after = self.collective(step, "all_to_all", part, members, deps=(after,), waits=waits, max_over_mean=self.skewed)
+        return after
 
     def pooled_update(self) -> Cost:
         """See the module."""

@@ -41,12 +41,14 @@ _FUSABLE = frozenset({"layer_norm", "activation", "elementwise"})
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class System:
     """See the module. overlap `embeddings`: ids cross a step ahead, pooled rows and their gradients beside the bottom MLP (`costmodel.pooled`).
-    table_update `separate`: the gradients of distinct rows are written down before they are applied."""
+    by_host: bags are summed inside a host before they cross to others (`costmodel.pooled`). table_update `separate`: the gradients of distinct rows
+    are written down before they are applied."""
 
     attention: Literal["torch", "cudnn", "own"] = "torch"
     fusion: Literal["none", "norms", "compiler", "epilogues"] = "none"
     optimizer: Literal["adamw", "adamw_foreach", "adagrad"] = "adamw"
     overlap: Literal["none", "embeddings"] = "none"
+    by_host: bool = False
     table_update: Literal["fused", "separate"] = "fused"
 
 

@@ -174,7 +174,8 @@ def plan_of(row: Published, device: Device) -> Plan:
     try:
         plan = Plan(scenario=row.id, cluster=cluster, model=model, workload=workload, layout=layout, local_batch=row.local_batch,
                     accumulation=row.accumulation, execution=_legal(row, "execution", ("eager", "compile", "cuda_graph")),
-                    exchange=_legal(row, "exchange", ("rows", "pooled")), wire=_legal(row, "wire", ("", "fp32", "bf16", "fp16")) or None,
+                    exchange=_legal(row, "exchange", ("rows", "pooled", "pooled_by_host")).removesuffix("_by_host"),
+                    wire=_legal(row, "wire", ("", "fp32", "bf16", "fp16")) or None,
                     reduce_dtype=_legal(row, "reduce", ("fp32", "bf16")), system=_system(row),
                     regions=tuple(_options(row, region) for region in regions(model)), tables=_tables(model, row, cluster, layout, placing),
                     predict_only=("a published configuration",))
@@ -195,8 +196,9 @@ def _legal(row: Published, name: str, legal: tuple[str, ...]):
 def _system(row: Published) -> System:
     """Whose step it is. What is fused goes with the execution where the row does not say: a compiler fuses, and so do systems that capture a step."""
     fusion = _legal(row, "fusion", FUSIONS) if row.fusion else "none" if row.execution == "eager" else "compiler"
-    return System(fusion=fusion, attention=_legal(row, "attention", ATTENTIONS), optimizer=_legal(row, "optimizer", tuple(OPTIMIZER_BYTES)),
-                  overlap=_legal(row, "overlap", OVERLAPS), table_update=_legal(row, "table_update", TABLE_UPDATES))
+    return System(fusion=fusion, by_host=row.exchange == "pooled_by_host", attention=_legal(row, "attention", ATTENTIONS),
+                  optimizer=_legal(row, "optimizer", tuple(OPTIMIZER_BYTES)), overlap=_legal(row, "overlap", OVERLAPS),
+                  table_update=_legal(row, "table_update", TABLE_UPDATES))
 
 
 def _layout(row: Published) -> tuple[Layout, str]:
@@ -290,7 +292,12 @@ def _tables(model: Model, row: Published, cluster: Cluster, layout: Layout, plac
     groups = {name: table for table in model.tables for name in table.names}
     ids = {name: ids_per_table(table, 1.0, {s.name: length for s in model.sequences}) for name, table in groups.items()}
     sizes = {name: table.weight_bytes + state_bytes(table, table.rows, table.dim) for name, table in groups.items()}
-    found = placed(ids, sizes, layout.sparse_group, crossing=COMM_SHARE * cluster.device.memory_bandwidth / cluster.tiers[-1].bandwidth,
-                   room=ROOM * cluster.device.memory_bytes)
+    by_host = row.exchange == "pooled_by_host" and cluster.num_hosts > 1
+    parts = cluster.num_hosts if by_host else layout.sparse_group
+    found = placed(ids, sizes, parts, crossing=COMM_SHARE * cluster.device.memory_bandwidth / cluster.tiers[-1].bandwidth,
+                   room=ROOM * cluster.device.memory_bytes * layout.sparse_group / parts)
+    if by_host:  # every GPU of a host has rows of what the host has
+        each = cluster.devices_per_host
+        found = {name: tuple(host * each + gpu for host in hosts for gpu in range(each)) for name, hosts in found.items()}
     return tuple(TablePlacement(table=name, sharding="row_wise" if len(ranks) > 1 else "table_wise" if ranks else "data_parallel", ranks=ranks)
                  for name, ranks in found.items())

@@ -12,6 +12,7 @@ from benchmarks.published.__main__ import best_constant, main, score
 from benchmarks.published.predict import CARRIED_OVER, POWER_EXPONENT, NotExpressible, calibrations, device_of, elsewhere, nearest, plan_of, predict
 from benchmarks.published.table import TableError, read
 from costmodel.calibration import fit
+from costmodel.lower import lower
 from costmodel.samples import Environment, Sample
 
 STEP = {"id": "a", "kind": "step", "device": "H100-SXM", "source": "https://example.org/a", "model": "llama3-8b", "gpus": "8", "local_batch": "1",
@@ -164,7 +165,7 @@ def test_bundled_tables_are_read_and_expressed():
     assert {row.model for row in rows if row.kind == "step"} == {"llama3-8b", "dlrm-dcnv2"}
     assert all(row.source.startswith("https://") for row in rows)
     points, left = score([r for r in rows if r.kind == "step"], [])
-    assert not left and len(points) == 10 and all(p.predicted.seconds > 0 for p in points)
+    assert not left and len(points) == 16 and all(p.predicted.seconds > 0 for p in points)
 
 
 def test_the_result_file(tmp_path):
@@ -209,6 +210,23 @@ def test_overlap_hides_the_exchange_and_nothing_is_hidden_without(tmp_path):
     fused = predict(dataclasses.replace(row, table_update="fused"), calibrations()).seconds
     assert fused < beside and predict(dataclasses.replace(row, reduce="fp32"), calibrations()).seconds >= beside
     assert predict(dataclasses.replace(row, fusion="none"), calibrations()).seconds > beside
+
+
+def test_bags_that_are_summed_in_hosts_cross_between_them_once(tmp_path):
+    """Fewer bytes between hosts and a shorter step; on one host there is nothing to sum up first."""
+    row = next(r for r in read(BUNDLED / "mlperf_dlrm_dcnv2.csv") if r.hosts == 16)
+    by_rank = dataclasses.replace(row, exchange="pooled")
+
+    def crossing(one) -> float:
+        return sum(t.bytes for t in lower(plan_of(one, device_of(one)), None).graph.tasks if t.stream == "tier:rdma" and t.name == "embeddings")
+
+    assert crossing(row) < 0.5 * crossing(by_rank)
+    assert predict(row, calibrations()).seconds < predict(by_rank, calibrations()).seconds
+    single = next(r for r in read(BUNDLED / "mlperf_dlrm_dcnv2.csv") if r.hosts == 1)
+    assert predict(single, []).seconds == predict(dataclasses.replace(single, exchange="pooled_by_host"), []).seconds
+    # what one GPU of a host holds of a table, the others do as well
+    for place in plan_of(row, device_of(row)).tables:
+        assert len(place.ranks) % 8 == 0 and {rank // 8 for rank in place.ranks} == {rank // 8 for rank in place.ranks[::8]}
 
 
 def test_intervals_are_as_wide_as_what_is_carried_over(tmp_path):
