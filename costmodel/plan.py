@@ -181,6 +181,10 @@ class Plan:
     ne_tolerance: float = 0.0005
     system: System | None = dataclasses.field(default=None, metadata=LATER)
 
+    def __post_init__(self) -> None:
+        if self.system is not None and not self.predict_only:
+            raise ValueError("system: a step of another system can be predicted, not executed; predict_only must give a reason")
+
     def identity(self) -> str:
         """Content hash of what is executed (not of predictions or certificates)."""
         body = encode(self)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from costmodel.blocks import BatchShape, JaggedShape
 from costmodel.blocks.llama import Llama
+from costmodel.codec import encode
 from costmodel.foreign import Sustained
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD, activation, attention, elementwise, layer_norm, linear, op
@@ -112,5 +113,12 @@ def test_what_a_device_keeps_up_bounds_products_and_distinct_rows(h200):
     assert kept.seconds(1e-9, layer_norm(8, 8), FORWARD, h200) == 1e-9
 
 
-def test_a_plan_without_a_system_is_written_as_before():
-    assert {f.name: f.metadata for f in dataclasses.fields(Plan)}["system"] == {"later": True}
+def test_a_plan_without_a_system_is_written_as_before(make_plan, tmp_path):
+    """And one with a system comes back as it was, but never as one to execute."""
+    plan = make_plan()
+    assert "system" not in encode(plan) and plan.system is None
+    other = dataclasses.replace(plan, system=System(fusion="compiler"), predict_only=("another system's",))
+    other.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == other and other.identity() != dataclasses.replace(plan, predict_only=other.predict_only).identity()
+    with pytest.raises(ValueError, match="predicted, not executed"):
+        dataclasses.replace(other, predict_only=())
