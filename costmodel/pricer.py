@@ -215,7 +215,8 @@ class Pricer:
 
     def unit(self, kind: str, block: Block, *, whole: bool = False) -> Cost:
         """Copies and bookkeeping of one FSDP unit: `fsdp_gather` or `fsdp_reduce`; `whole`: of one that every rank holds whole."""
-        key = (id(block), int(whole), kind, STEP)
+        # all that it depends on, not the block's identity, which another block may have after it
+        key = (block.num_parameters, block.num_tensors, kind, "whole" if whole else "sharded")
         if key not in self._blocks:
             cost, host = self.ops([op(kind, parameters=block.num_parameters, tensors=block.num_tensors)], STEP), None
             if whole:

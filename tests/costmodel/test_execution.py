@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from small_plans import H200, build_model, build_plan
 
+from costmodel.blocks.llama import NextEvent
 from costmodel.calibration import Calibration, fit
 from costmodel.cluster import Reliability
 from costmodel.compute import COMPILED_LAUNCH_SHARE, GRAPH_LAUNCH_SECONDS
@@ -16,6 +17,7 @@ from costmodel.memory import ALLOCATOR_OVERHEAD, block_memories, graph_bytes
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD
 from costmodel.plan import Layout, Plan
+from costmodel.pricer import pricer
 from costmodel.regions import over_samples, regions
 from costmodel.samples import CONSTANT_PREFIX, Environment, Sample
 
@@ -132,3 +134,14 @@ def test_memory_of_graphs_is_reserved_beside_the_allocator():
     assert after.categories["buffers"] - before.categories["buffers"] == pytest.approx(read + pool)
     assert before.categories["saved_activations"] - after.categories["saved_activations"] == pytest.approx(saved)
     assert after.reserved.value > before.reserved.value - (1 + ALLOCATOR_OVERHEAD) * saved
+
+
+def test_an_fsdp_unit_costs_what_its_own_parameters_do():
+    """Blocks come and go in a process that plans for long, and one may get the identity of another that is gone."""
+    plan, prices = build_plan(device=H200, ranks=2, bandwidth=4e11), []
+    shared = pricer(plan, None)
+    for width in range(64, 64 + 40 * 8, 8):
+        block = NextEvent("history", width, 1000)
+        prices.append((shared.unit("fsdp_gather", block).bytes, 8.0 * block.num_parameters))
+        del block
+    assert [found for found, _ in prices] == [own for _, own in prices]
