@@ -19,7 +19,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "linear": (), "layer_norm": (), "activation": (), "elementwise": (), "cast": (), "unique": (), "sdpa": (),
     "attention": ("kernels/*attention*.py", "kernels/gdpa.py", "kernels/_masks.py", "kernels/_tiles.py"),
     "segment_mean": ("kernels/*jagged*.py", "runtime/model/sequence.py"),
-    "bce": ("runtime/trainer.py",),
+    "bce": ("runtime/loss.py",),
     "quantize": ("kernels/norm_quant.py", "kernels/_fp8.py", "kernels/factor.py", "kernels/_factor_triton.py", "runtime/precision/linear.py"),
     "cross_entropy": ("runtime/model/llama.py",),
     "embedding_lookup": ("kernels/*embedding*.py", "runtime/embedding.py", "runtime/tables.py"),

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from costmodel.codec import content_hash
 from costmodel.plan import Plan
@@ -37,6 +36,7 @@ from runtime import checkpoint, memory
 from runtime.batch import Batch
 from runtime.data import Loader, Source, evaluation_batches
 from runtime.embedding import Distribution
+from runtime.loss import model_loss
 from runtime.mesh import Meshes, build_meshes, wait
 from runtime.metrics import Metrics
 from runtime.model import GEM
@@ -322,18 +322,6 @@ class Trainer:
         return sizes
 
 
-def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross entropy with logits `(B, num_heads)`, summed over samples and tasks, in fp32."""
-    return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
-
-
-def model_loss(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """The tasks' loss, and that of predicted next events where the model has it, summed over samples."""
-    logits, events = output if isinstance(output, tuple) else (output, None)
-    loss = task_loss(logits, labels)
-    return loss if events is None else loss + events
-
-
 def _largest(values: list[float | None]) -> float | None:
     known = [float(v) for v in values if v is not None]
     return max(known) if known else None
@@ -352,4 +340,4 @@ def wall_clock() -> Callable[[], float]:
     return lap
 
 
-__all__ = ["NonFiniteLoss", "Trainer", "task_loss", "wall_clock"]
+__all__ = ["NonFiniteLoss", "Trainer", "wall_clock"]

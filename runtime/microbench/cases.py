@@ -21,6 +21,7 @@ from costmodel.precision import LOW_PRECISIONS, unfit
 from kernels import block_attention, factor, gdpa, jagged_attention
 from kernels.embedding import embedding_pooled, embedding_sequence, new_optimizer_state
 from kernels.jagged import jagged_mean
+from runtime.loss import task_loss
 from runtime.microbench.requests import Request
 from runtime.microbench.timing import Run
 from runtime.model.interformer import even_offsets
@@ -32,7 +33,6 @@ from runtime.precision.linear import SCALINGS, product, runs_natively
 from runtime.shards import Storage
 from runtime.synthetic import Zipf
 from runtime.tables import DTYPES, StoredTable
-from runtime.trainer import task_loss
 
 # (inputs to differentiate, forward)
 Differentiable = tuple[list[Tensor], Callable[[], Tensor]]

@@ -30,13 +30,13 @@ from costmodel.precision import LOW_PRECISIONS
 from kernels import _fp8
 from runtime.batch import Batch
 from runtime.data import Loader, open_source
+from runtime.loss import model_loss
 from runtime.mesh import build_meshes
 from runtime.model import GEM
 from runtime.parallelize import Parallelized, parallelize
 from runtime.phases import PhaseTimer
 from runtime.precision.linear import SCALINGS, LowPrecisionLinear, quantize_factor
 from runtime.precision.saved import QUANTIZED_POLICIES
-from runtime.trainer import model_loss
 
 RECIPES = ("bf16", *LOW_PRECISIONS, *QUANTIZED_POLICIES)
 

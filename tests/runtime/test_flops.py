@@ -15,9 +15,9 @@ from costmodel.model import Sequence
 from costmodel.ops import BACKWARD, FORWARD
 from costmodel.regions import regions
 from runtime.checkpointing import apply_checkpointing
+from runtime.loss import model_loss, task_loss
 from runtime.memory import StorageTracker, storage_ids
 from runtime.model import BLOCKS, GEM, build_block
-from runtime.trainer import model_loss, task_loss
 
 LENGTHS = ([3, 0, 17, 1], [8], [5, 5, 70, 2, 9, 0])
 KINDS = sorted(set(BLOCKS) | set(costs.BLOCKS))
