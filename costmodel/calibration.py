@@ -380,6 +380,23 @@ def fit(environment: Environment, samples: Iterable[Sample], *, device: Device |
     return rounded(dataclasses.replace(bare, compositions=_fit_compositions(bare, [s for s in kept if s.op.startswith(BLOCK_PREFIX)])))
 
 
+def with_collectives(calibration: Calibration, samples: Iterable[Sample]) -> Calibration:
+    """A copy in which collectives measured elsewhere stand beside its own, in place of those of the same message and group; its other curves stay as
+    they are."""
+    grouped: dict[tuple[str, str, str, str, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        grouped[(sample.op, sample.variant, sample.phase, sample.dtype, sample.active_ranks)].append(sample)
+    curves = dict(calibration._index)
+    for key, new in grouped.items():
+        known, anew = curves.get(key), {tuple(sorted(one.features.items())) for one in new}
+        for *values, seconds, host, noise in known.points if known is not None else ():
+            features = dict(zip(known.features, values))
+            if tuple(sorted(features.items())) not in anew:
+                new.append(dataclasses.replace(new[0], features=features, seconds=seconds, host_seconds=host or None, noise=noise))
+        curves[key] = _fit_curve(key, new, calibration.device)[0]
+    return rounded(dataclasses.replace(calibration, curves=tuple(curves[key] for key in sorted(curves))))
+
+
 def rounded(calibration: Calibration) -> Calibration:
     """A copy whose times and weights have DIGITS significant digits, which predictions do not show and files do; features stay as they are."""
     curves = []

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import costmodel
 from costmodel import launch
-from costmodel.calibration import Calibration, fit
+from costmodel.calibration import Calibration, fit, with_collectives
 from costmodel.calibration import load as load_calibration
 from costmodel.cluster import Cluster, Device
 from costmodel.samples import Environment, Sample, read_samples, write_samples
@@ -194,7 +194,8 @@ def store(device: Device, environment: Environment, samples: list[Sample]) -> Pa
 def import_file(file: Path, device: Device, *, collective: str | None = None) -> tuple[Path, int]:
     """Merges measurements from a file into the device's samples and fits again: (calibration file, samples read).
 
-    A `samples.jsonl` replaces what it measures anew; a log of nccl-tests or a CSV file adds collectives. Raises UsageError naming file and line.
+    A `samples.jsonl` replaces what it measures anew; a log of nccl-tests or a CSV file adds collectives. Where no samples of a GPU are kept, as of
+    one that cannot be touched, they are added to the calibration that predictions of it use. Raises UsageError naming file and line.
     """
     environment, kept = _existing(device)
     try:
@@ -210,12 +211,22 @@ def import_file(file: Path, device: Device, *, collective: str | None = None) ->
         text = str(error)
         raise UsageError(text if str(file) in text else f"{file}: {text}") from error
     if environment is None:
+        return _with_collectives(file, device, found), len(found)
+    new = {_key(s) for s in found}
+    return store(device, environment, [s for s in kept if _key(s) not in new] + found), len(found)
+
+
+def _with_collectives(file: Path, device: Device, found: list[Sample]) -> Path:
+    base = _known(device)
+    if base is None:
         raise UsageError(
             f"{file}: holds collectives only, and there are no measurements of {device.name} yet to add them to; import or measure "
             "a samples.jsonl first"
         )
-    new = {_key(s) for s in found}
-    return store(device, environment, [s for s in kept if _key(s) not in new] + found), len(found)
+    path = calibration_path(device.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with_collectives(_read(base), found).save(path)
+    return path
 
 
 def _existing(device: Device) -> tuple[Environment | None, list[Sample]]:

@@ -8,6 +8,7 @@ import pytest
 
 from costmodel import launch
 from costmodel.calibration import load
+from costmodel.comms import GroupShape, collective_seconds
 from costmodel.estimate import estimate
 from costmodel.samples import Environment, Sample, read_samples, write_samples
 from planner import calibrate
@@ -201,6 +202,27 @@ def test_collectives_are_added_to_what_is_there(bench, tmp_path):
     assert count == 2
     assert {s.op for s in read_samples(calibrate.samples_path(device.name))[1]} == {"linear", "all_gather"}
     assert load(path).matches(device)
+
+
+def test_collectives_of_a_gpu_that_nobody_can_touch(tmp_path, monkeypatch, capsys):
+    """No samples are kept of the bundled H200, whose calibration the first import was once refused for."""
+    monkeypatch.setattr(calibrate, "_BUNDLED", BUNDLED)
+    cluster = load_scenario("gem-8xh200").cluster
+    before = calibrate.find(cluster).calibration
+    assert before is not None
+    rows = tmp_path / "nccl.csv"
+    head = "collective,group,bytes,seconds\n"
+    rows.write_text(head + "all_gather,8,1048576,0.001\nall_gather,8,4194304,0.003\n")
+    assert main(["calibrate", "gem-8xh200", "--import", str(rows), "--quiet"]) == 0
+    rows.write_text(head + "all_gather,8,4194304,0.004\nall_gather,4,4194304,0.002\n")
+    assert main(["calibrate", "gem-8xh200", "--import", str(rows), "--quiet"]) == 0
+    found = calibrate.find(cluster)
+    assert found.path == calibrate.calibration_path("H200-SXM") and found.notes == () and found.calibration is not None
+    curve = found.calibration.curve("all_gather", "nccl", "step", "fp32", 1)
+    assert curve is not None
+    assert [row[:3] for row in curve.points] == [[1048576.0, 8.0, 0.001], [4194304.0, 4.0, 0.002], [4194304.0, 8.0, 0.004]]
+    assert [c for c in found.calibration.curves if c.op != "all_gather"] == list(before.curves)
+    assert collective_seconds("all_gather", 4194304.0, GroupShape(size=8), cluster, found.calibration)[0] == pytest.approx(0.004)
 
 
 @pytest.mark.parametrize(
