@@ -31,8 +31,9 @@ import numpy as np
 from costmodel import compute
 from costmodel.blocks.base import MATRIX_OPS
 from costmodel.blocks.measured import measured_block_ops
+from costmodel.calibration_checks import check
 from costmodel.cluster import Device
-from costmodel.codec import DecodeError, content_hash, decode, encode, suggest
+from costmodel.codec import DecodeError, content_hash, decode, encode
 from costmodel.conformal import Intervals
 from costmodel.gpu import block_key, timed_ops
 from costmodel.krige import MINIMUM_POINTS, Surface, fit_surface
@@ -309,51 +310,30 @@ class Calibration:
 
 
 def load(path: Path | str, *, device: str | None = None) -> Calibration:
-    """Reads a calibration file. Raises ValueError naming file and field: not JSON, a newer schema, an unknown op kind, a missing feature
-    column, a NaN, or (with `device`) another device's figures."""
+    """Reads a calibration file. Raises ValueError naming file and field: not JSON, a newer schema, an unknown kernel, a missing column, a NaN, a
+    figure that nothing measured can be (`costmodel.calibration_checks`), or (with `device`) another device's figures."""
     path = Path(path)
     try:
         body = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}:{error.colno}: not JSON ({error.msg})") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(body, dict) or "schema_version" not in body:
         raise ValueError(f"{path}: schema_version: missing; not a calibration")
     if body["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(f"{path}: schema_version: {body['schema_version']} is not {SCHEMA_VERSION}, which this version reads; calibrate again")
+        raise ValueError(f"{path}: schema_version: {body['schema_version']!r} is not {SCHEMA_VERSION}, which this version reads; calibrate again")
     try:
         calibration = decode(Calibration, body)
     except DecodeError as error:
         raise ValueError(f"{path}: {error}") from error
-    for i, curve in enumerate(calibration.curves):
-        _check_curve(f"{path}: curves[{i}]", curve)
+    try:
+        check(calibration)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if device is not None and calibration.environment.device_name != device:
         raise ValueError(f"{path}: environment.device_name: measured on {calibration.environment.device_name!r}, not on {device!r}")
     return calibration
-
-
-def _check_curve(where: str, curve: Curve) -> None:
-    if curve.op not in KINDS:
-        raise ValueError(f"{where}.op: unknown kind {curve.op!r}{suggest(curve.op, KINDS)}")
-    if curve.features != KINDS[curve.op].features:
-        missing = [f for f in KINDS[curve.op].features if f not in curve.features]
-        raise ValueError(f"{where}.features: {curve.op} needs {list(KINDS[curve.op].features)}; "
-                         f"missing: {', '.join(missing) or 'none (other order)'}")
-    try:
-        points, weights = np.array(curve.points, dtype=np.float64), np.array(curve.weights, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}.points: rows of {len(curve.features) + 3} numbers are needed ({error})") from error
-    if points.ndim != 2 or points.shape[1] != len(curve.features) + 3 or len(points) == 0:
-        raise ValueError(f"{where}.points: rows of {len(curve.features) + 3} numbers are needed, got shape {points.shape}")
-    if weights.shape != (len(points),):
-        raise ValueError(f"{where}.weights: {len(points)} numbers are needed, got shape {weights.shape}")
-    lengths = np.array(curve.lengths, dtype=np.float64)
-    if lengths.shape != (len(curve.features),):
-        raise ValueError(f"{where}.lengths: {len(curve.features)} numbers are needed, got shape {lengths.shape}")
-    for name, values in (("points", points), ("weights", weights), ("lengths", lengths)):
-        if not np.isfinite(values).all():
-            raise ValueError(f"{where}.{name}: holds NaN or infinity")
-    if (points[:, len(curve.features)] <= 0).any():
-        raise ValueError(f"{where}.points: seconds must be > 0")
 
 
 def fit(environment: Environment, samples: Iterable[Sample], *, device: Device | None = None) -> Calibration:

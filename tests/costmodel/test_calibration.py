@@ -210,6 +210,8 @@ def test_fits_have_few_digits_which_no_prediction_shows(device, monkeypatch):
 
 def _break(body, what):
     curve = body["curves"][0]
+    surface = {"points": [[1.0], [2.0]], "mean": 0.0, "lengths": [1.0], "trend": 0.0, "weights": [0.0, 0.0]}
+    composition = body["compositions"]["mlp/forward/1"] = {"features": ["m"], "surface": surface, "width": 0.1}
     if what == "column":
         curve["features"] = curve["features"][:-1]
     elif what == "kernel":
@@ -222,6 +224,40 @@ def _break(body, what):
         curve["points"][0] = curve["points"][0][:-1]
     elif what == "newer":
         body["schema_version"] = 99
+    elif what == "text":
+        curve["points"][0][0] = "12"
+    elif what == "negative":
+        curve["points"][0][0] = -5.0
+    elif what == "attention":
+        curve |= {"op": "attention", "variant": "sofmax", "features": ["tokens", "pairs", "longest", "heads", "head_dim"]}
+    elif what in ("phase", "dtype", "variant"):
+        curve[what] = "otherwise"
+    elif what in ("fixed", "ideal", "width"):
+        curve[what] = -1.0
+    elif what == "mean":
+        curve["mean"] = 1e6
+    elif what == "lengths":
+        curve["lengths"] = [0.0] * len(curve["lengths"])
+    elif what == "twice":
+        body["curves"].append(curve)
+    elif what == "none":
+        body["curves"] = []
+    elif what == "device":
+        body["environment"]["device_name"] = "another"
+    elif what == "kind":
+        body["environment"]["device_kind"] = "fpga"
+    elif what == "constant":
+        body["constants"]["step_overheat/1"] = 1.0
+    elif what == "below zero":
+        body["constants"]["step_overhead/1"] = -1.0
+    elif what == "key":
+        body["compositions"]["block/forward"] = composition
+    elif what == "weights":
+        surface["weights"][0] = float("nan")
+    elif what == "shares":
+        composition["shares"] = [1.0]
+    elif what == "residuals":
+        body["run_residuals"]["step@nobody"] = [0.1]
     elif what == "missing":
         del body["environment"]["device_name"]
     return body
@@ -232,6 +268,16 @@ def _break(body, what):
     ("kernel", r"curves\[0\]\.op: unknown kind 'lineer' \(did you mean 'linear'\?\)"),
     ("nan", r"curves\[0\]\.points"), ("infinite", r"curves\[0\]\.points: holds NaN or infinity"), ("row", r"curves\[0\]\.points"),
     ("newer", "schema_version: 99"), ("missing", "environment.device_name: missing"),
+    ("text", r"curves\[0\]\.points: rows of 5 numbers are needed, not str"), ("negative", r"curves\[0\]\.points: features, host"),
+    ("attention", r"\.variant: 'sofmax' is no kernel's name.*did you mean 'softmax'"), ("phase", r"curves\[0\]\.phase: 'otherwise'"),
+    ("dtype", r"curves\[0\]\.dtype: unknown"), ("variant", r"curves\[0\]\.variant: 'otherwise' of elementwise is none of add"),
+    ("fixed", r"curves\[0\]\.fixed: a number >= 0"), ("ideal", r"curves\[0\]\.ideal"), ("width", r"curves\[0\]\.width"),
+    ("mean", r"curves\[0\]\.mean: a logarithm within"), ("lengths", r"curves\[0\]\.lengths: numbers > 0"),
+    ("twice", r"curves\[\d+\]: the same op"), ("none", "curves: none"), ("device", "environment.device_name: 'another', but"),
+    ("kind", "environment.device_kind: 'fpga'"), ("constant", r"constants\.step_overheat/1: unknown constant \(did you mean"),
+    ("below zero", "constants.step_overhead/1: a number >= 0"), ("key", "compositions.block/forward: a key is"),
+    ("weights", r"compositions\..*\.surface\.weights: holds NaN"), ("shares", r"compositions\..*\.shares: 3 or 9"),
+    ("residuals", "run_residuals.step@nobody"),
 ])
 def test_a_bad_file_is_refused_naming_the_field(calibration, tmp_path, what, message):
     path = tmp_path / "c.json"
@@ -240,6 +286,13 @@ def test_a_bad_file_is_refused_naming_the_field(calibration, tmp_path, what, mes
     with pytest.raises(ValueError, match=message) as error:
         load(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[" * 200_000, b"null"])
+def test_what_is_no_calibration_at_all_is_refused_naming_the_file(tmp_path, content):
+    (tmp_path / "c.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"c\.json:.*(not JSON|not a calibration)"):
+        load(tmp_path / "c.json")
 
 
 def test_another_devices_calibration_is_refused(calibration, tmp_path):
