@@ -31,7 +31,9 @@ experts, sharded over fsdp / ep ranks.
 
 On a GPU all that depends on a micro-batch is that of the largest one, where the workload says how many steps there are: of the most events that one
 is expected to have (`costmodel.imbalance.expected_maximum` over steps, micro-batches and ranks). What backward of a block needs beside what is saved
-is the formula times the ratio that the calibration measured (`workspace/<kind>@<dtype>[:<policy>]`).
+is the formula times the ratio that the calibration measured (`workspace/<kind>@<dtype>[:<policy>]`). A head over a vocabulary has
+log-probabilities, their gradient and the logits' in fp32 when backward begins; under a system that compiles its loss, logits and their gradient in
+the activation dtype.
 
 On a CPU there is no caching allocator and no context: allocated = reserved, tracked tensors only.
 """
@@ -43,6 +45,7 @@ import itertools
 import math
 
 from costmodel.blocks import BatchShape, Block, activation_dtype
+from costmodel.blocks.llama import NextEvent
 from costmodel.calibration import Calibration
 from costmodel.gpu import block_key
 from costmodel.imbalance import expected_maximum
@@ -155,6 +158,10 @@ def block_memories(plan: Plan, batch: BatchShape, calibration: Calibration | Non
         for option in options[region.name]:
             one = option_memory(region, batch, precision=option.precision, checkpoint=option.checkpoint, fsdp=plan.layout.fsdp,
                                 calibration=calibration, captured=region.name in graphs)
+            if plan.system is not None and plan.system.loss == "compiled" and isinstance(region.block, NextEvent):
+                less, workspace = region.block.compiled_loss_bytes(batch, option.precision)
+                kept = less if option.checkpoint == "none" else 0.0
+                one = dataclasses.replace(one, saved=one.saved - kept, whole=one.whole - less, workspace=workspace)
             blocks += [one] * option.count
     return blocks
 

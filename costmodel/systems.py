@@ -11,6 +11,8 @@ blocks take beyond their ops (`costmodel.foreign`):
                            the next is neither written nor read, a sum (residual streams, which are read again later) is written
                 epilogues  as compiler; biases, their gradients and an activation right behind a product are part of products: backward of a linear
                            layer is two products and nothing else
+    loss        `compiled`: cross entropy is one kernel forward, which reads the logits, and one backward, which writes their gradient where they were
+                read, in the dtype that they have; `eager`: as the runtime's, in fp32
     optimizer   bytes a dense parameter: adamw 28, adamw_foreach 80, adagrad 20 (`OPTIMIZER_BYTES`)
 
 What a fused run takes is what an elementwise product that moves as many bytes takes.
@@ -26,6 +28,7 @@ from costmodel.precision import LOW_PRECISIONS
 
 ATTENTIONS = ("torch", "cudnn", "own")
 FUSIONS = ("none", "norms", "compiler", "epilogues")
+LOSSES = ("eager", "compiled")
 OVERLAPS = ("none", "embeddings")
 TABLE_UPDATES = ("fused", "separate")
 # Of AdamW as one kernel, as torch's foreach kernels one after the other (decay 8, first moment 12, second 8 + 12, root 8, correction 8, epsilon 8,
@@ -46,6 +49,7 @@ class System:
 
     attention: Literal["torch", "cudnn", "own"] = "torch"
     fusion: Literal["none", "norms", "compiler", "epilogues"] = "none"
+    loss: Literal["eager", "compiled"] = "eager"
     optimizer: Literal["adamw", "adamw_foreach", "adagrad"] = "adamw"
     overlap: Literal["none", "embeddings"] = "none"
     by_host: bool = False
@@ -59,7 +63,12 @@ def executed(ops: Sequence[Op], phase: str, system: System, kind: str) -> list[t
     for one in ops:
         if one.kind not in _FUSABLE:
             found += _launched(run, phase, system, kind)
-            found += _products(one, phase) if system.fusion == "epilogues" and one.kind == "linear" else [(_library(one, system), phase)]
+            if system.fusion == "epilogues" and one.kind == "linear":
+                found += _products(one, phase)
+            elif system.loss == "compiled" and one.kind == "cross_entropy":
+                found.append((moving((1 if phase == FORWARD else 2) * _elements(one) * dtype_bytes(one.dtype), one), FORWARD))
+            else:
+                found.append((_library(one, system), phase))
             run = []
         elif run or one.kind != "activation" or system.fusion != "epilogues" or not found or found[-1][0].kind != "linear":
             run.append(one)

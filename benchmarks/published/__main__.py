@@ -93,7 +93,7 @@ def report(points: Sequence[Point], left: Sequence[tuple[Published, str]], alone
     remembered = [abs(p.memory_error) for p in points if p.memory_error is not None]
     if remembered:
         rows.append(Row(name="peak memory: median |error|", value=float(np.median(remembered)), unit="relative", better="lower",
-                        note=f"{len(remembered)} points; reserved bytes predicted against the peak that the source prints"))
+                        note=f"{len(remembered)} points; what the allocator reserves, predicted against the peak that the source prints"))
     for p in points:
         memory = "" if p.memory_error is None else f", memory {p.memory_error:+.1%}"
         many = f"median of {len(p.rows)} rows" if len(p.rows) > 1 else "1 row"

@@ -21,13 +21,14 @@ from costmodel.estimate import estimate
 from costmodel.foreign import Sustained
 from costmodel.hosttime import PREFIX
 from costmodel.lower import lower
+from costmodel.memory import reserving
 from costmodel.model import Model
 from costmodel.ops import KINDS, op
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.regions import Region, regions
 from costmodel.sparse import ids_per_table, state_bytes
 from costmodel.stepgraph import COMPUTE
-from costmodel.systems import ATTENTIONS, FUSIONS, OPTIMIZER_BYTES, OVERLAPS, TABLE_UPDATES, System
+from costmodel.systems import ATTENTIONS, FUSIONS, LOSSES, OPTIMIZER_BYTES, OVERLAPS, TABLE_UPDATES, System
 from costmodel.workload import Lengths, Workload
 from planner import catalogue
 from planner.files import check, load
@@ -53,7 +54,7 @@ class NotExpressible(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """seconds, its 90 % interval; bytes reserved (a step); FLOPs and bytes of one rank, for the baselines; source of the figure."""
+    """seconds, its 90 % interval; what the allocator reserves (a step); FLOPs and bytes of one rank, for the baselines; source of the figure."""
 
     seconds: float
     low: float
@@ -155,7 +156,8 @@ def _step(row: Published, device: Device, calibration: Calibration | None) -> Pr
     step, width = found.step_time, MINIMUM_WIDTH["roofline"] if calibration is None else CARRIED_OVER
     return Predicted(seconds=step.value, low=min(step.low, step.value * math.exp(-width)), high=max(step.high, step.value * math.exp(width)),
                      source=step.source, flops=found.flops_per_rank, limiting=found.limiting,
-                     num_bytes=sum(t.bytes for t in graph.tasks if t.stream == COMPUTE), reserved=found.memory.reserved.value)
+                     num_bytes=sum(t.bytes for t in graph.tasks if t.stream == COMPUTE),
+                     reserved=reserving(plan, calibration)[1] * found.memory.peak.value)
 
 
 def plan_of(row: Published, device: Device) -> Plan:
@@ -196,7 +198,8 @@ def _legal(row: Published, name: str, legal: tuple[str, ...]):
 def _system(row: Published) -> System:
     """Whose step it is. What is fused goes with the execution where the row does not say: a compiler fuses, and so do systems that capture a step."""
     fusion = _legal(row, "fusion", FUSIONS) if row.fusion else "none" if row.execution == "eager" else "compiler"
-    return System(fusion=fusion, by_host=row.exchange == "pooled_by_host", attention=_legal(row, "attention", ATTENTIONS),
+    loss = _legal(row, "loss", LOSSES) if row.loss else "compiled" if row.execution == "compile" else "eager"
+    return System(fusion=fusion, loss=loss, by_host=row.exchange == "pooled_by_host", attention=_legal(row, "attention", ATTENTIONS),
                   optimizer=_legal(row, "optimizer", tuple(OPTIMIZER_BYTES)), overlap=_legal(row, "overlap", OVERLAPS),
                   table_update=_legal(row, "table_update", TABLE_UPDATES))
 

@@ -56,6 +56,7 @@ class Published:
     reduce: str = "fp32"
     attention: str = "torch"
     fusion: str = ""
+    loss: str = ""
     optimizer: str = "adamw"
     overlap: str = "none"
     table_update: str = "fused"
@@ -141,9 +142,9 @@ COLUMNS: dict[str, tuple[str, Callable]] = {
     "model": ("model", str), "gpus": ("gpus", _count), "hosts": ("hosts", _count), "local_batch": ("local_batch", _count),
     "accumulation": ("accumulation", _count), "sequence_length": ("sequence_length", _count), "layout": ("layout", _pairs),
     "precision": ("precision", _pairs), "checkpoint": ("checkpoint", _pairs), "execution": ("execution", str), "exchange": ("exchange", str),
-    "wire": ("wire", str), "reduce": ("reduce", str), "attention": ("attention", str), "fusion": ("fusion", str), "optimizer": ("optimizer", str),
-    "overlap": ("overlap", str), "table_update": ("table_update", str), "link_gb_s": ("link_bandwidth", _number(1e9)),
-    "nic_gb_s": ("nic_bandwidth", _number(1e9)),
+    "wire": ("wire", str), "reduce": ("reduce", str), "attention": ("attention", str), "fusion": ("fusion", str), "loss": ("loss", str),
+    "optimizer": ("optimizer", str), "overlap": ("overlap", str), "table_update": ("table_update", str),
+    "link_gb_s": ("link_bandwidth", _number(1e9)), "nic_gb_s": ("nic_bandwidth", _number(1e9)),
     "step_ms": ("step_seconds", _number(1e-3)), "tokens_per_s_per_gpu": ("tokens_per_second_per_gpu", _number()),
     "samples_per_s": ("samples_per_second", _number()), "peak_memory_gib": ("peak_memory", _number(2.0**30)),
     "op": ("op", str), "variant": ("variant", str), "phase": ("phase", _one_of(*PHASES)), "dtype": ("dtype", str), "features": ("features", _pairs),

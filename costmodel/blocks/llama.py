@@ -18,7 +18,7 @@ from costmodel.blocks.base import (
     parameter,
 )  # fmt: skip
 from costmodel.model import LayerGroup
-from costmodel.ops import Op, activation, attention, elementwise, layer_norm, linear, op
+from costmodel.ops import Op, activation, attention, dtype_bytes, elementwise, layer_norm, linear, op
 
 
 class Llama(SequenceBlock):
@@ -119,3 +119,12 @@ class NextEvent(Block):
         return (Saved("norm.input", rows * self.dim, INPUT, rows=rows), Saved("norm.statistics", rows, CHEAP, FP32_BYTES),
                 Saved("logits.input", rows * self.dim, CHEAP, rows=rows), Saved("logits", rows * self.classes, DROPPED, rows=rows),
                 Saved("log_probabilities", rows * self.classes, CHEAP, FP32_BYTES))
+
+    def workspace_bytes(self, batch: BatchShape, precision: str) -> float:
+        """Backward of cross entropy beside the log-probabilities: their gradient and the logits', both in fp32."""
+        return max(super().workspace_bytes(batch, precision), 2 * FP32_BYTES * batch.sequences[self.sequence].tokens * self.classes)
+
+    def compiled_loss_bytes(self, batch: BatchShape, precision: str) -> tuple[float, float]:
+        """(bytes that backward has less, workspace) where one kernel makes the logits' gradient of the logits, neither of them in fp32."""
+        logits = dtype_bytes(activation_dtype(precision)) * batch.sequences[self.sequence].tokens * self.classes
+        return FP32_BYTES * batch.sequences[self.sequence].tokens * self.classes - logits, logits

@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel.blocks import BatchShape, JaggedShape
-from costmodel.blocks.llama import Llama
+from costmodel.blocks.llama import Llama, NextEvent
 from costmodel.codec import encode
 from costmodel.foreign import Sustained
+from costmodel.memory import option_memory
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD, activation, attention, elementwise, layer_norm, linear, op
 from costmodel.plan import Plan
+from costmodel.regions import Region
 from costmodel.systems import System, executed, fused_bytes
 
 PHASES = (FORWARD, BACKWARD)
@@ -122,3 +124,23 @@ def test_a_plan_without_a_system_is_written_as_before(make_plan, tmp_path):
     assert Plan.load(tmp_path / "plan.json") == other and other.identity() != dataclasses.replace(plan, predict_only=other.predict_only).identity()
     with pytest.raises(ValueError, match="predicted, not executed"):
         dataclasses.replace(other, predict_only=())
+
+
+def test_a_compiled_loss_reads_logits_once_and_twice_with_their_gradient():
+    loss = [linear(64, 8, 1000, "bf16"), op("cross_entropy", m=64, n=1000, dtype="bf16")]
+    for phase, each in ((FORWARD, 2), (BACKWARD, 4)):
+        found = executed(loss, phase, System(loss="compiled"), "next_event")
+        assert found[0] == (loss[0], phase)
+        assert found[1][0].bytes(found[1][1]) == pytest.approx(each * 64_000)
+        assert executed(loss, phase, System(), "next_event")[1] == (loss[1], phase)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_backward_of_cross_entropy_holds_three_copies_of_the_logits_in_fp32(policy):
+    """Log-probabilities, their gradient and the logits'; compiled, the logits and their gradient in 16 bits."""
+    made, batch = NextEvent("text", 8, 1000), BatchShape(samples=1.0, sequences={"text": JaggedShape.of_lengths([64])})
+    head = Region(name="text.next", count=1, sequence="text", block=made)
+    found = option_memory(head, batch, precision="bf16", checkpoint=policy, fsdp=1)
+    assert 12 * 64_000 <= found.whole + found.workspace <= 14 * 64_000 + 4 * 64 * 16
+    less, workspace = made.compiled_loss_bytes(batch, "bf16")
+    assert 4 * 64_000 <= found.whole - less + workspace <= 6 * 64_000 + 4 * 64 * 16
