@@ -196,3 +196,15 @@ def test_a_measured_workspace_replaces_the_formula_s(make_plan, h200, policy):
         own = found.workspace + found.whole - found.saved
         assert own == pytest.approx(ratio * (plain.workspace + plain.whole - plain.saved))
         assert (found.saved, found.unsharded) == (plain.saved, plain.unsharded)
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_a_policy_that_was_not_measured_takes_no_more_than_none_does(make_plan, h200, policy):
+    """Without this fp32 blocks under a policy, of which a calibration measures none, took up to 33 % more than those that keep everything."""
+    plan = make_plan(device=h200, ranks=1)
+    (region, *_) = [r for r in regions(plan.model) if r.name.split(".")[-1].isdigit()]
+    batch, key = batch_shape(plan), f"workspace/{block_key(region.block.kind, 'fp32')}"
+    calibration = Calibration(environment=Environment(device_name=h200.name, device_kind="cuda"), device=h200, curves=(), constants={key: 0.6})
+    none, other = (option_memory(region, batch, precision="fp32", checkpoint=one, fsdp=1, calibration=calibration) for one in ("none", policy))
+    assert none.workspace > 0 and other.saved < none.saved
+    assert other.whole + other.workspace <= none.whole + none.workspace
