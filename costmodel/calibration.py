@@ -253,6 +253,8 @@ class Calibration:
             log_ratio, outside = ready.surface.at(coordinates(op.kind, values))
             source = "extrapolated" if relative or transferred or outside > 0.1 else "interpolated"
             seconds = math.exp(log_ratio) * curve.reference(one, device)
+            if transferred:
+                seconds *= compute.flash_share(one, self.device) / compute.flash_share(one, device)
             if op.dtype in LOW_PRECISIONS and curve.dtype not in LOW_PRECISIONS:
                 seconds = max(seconds, compute.limits(one, phase, device)[0] / compute.LOW_UTILISATION)
             if not curve.variant.endswith("_bias"):

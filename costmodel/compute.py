@@ -21,6 +21,9 @@ ATTENTION_BACKWARD_UTILISATION = 0.22
 # 128, 8,192 events: FlashAttention-2 333 TFLOPS forward and 318 backward by 2.5 x forward, cuDNN 529 and 518; docs/results/kernels-h200.md: 348 and
 # 297 of FlashAttention-2 on one H200, full histories of 2,048].
 SDPA_UTILISATION = {("flash", FORWARD): 0.33, ("flash", BACKWARD): 0.26, ("cudnn", FORWARD): 0.53, ("cudnn", BACKWARD): 0.42}
+# FlashAttention-2 is written for Ampere and takes none of what Hopper brought: of an A100's peak it reaches so many times the share that it reaches
+# of an H100's [Published: arXiv 2307.08691, section 4.1: at best 73 % forward and 63 % backward of an A100's 312 TFLOPS, 335 of an H100's 989].
+FLASH_BEFORE_HOPPER = 1.94
 # A bias on attention's scores, HSTU's two tables and in backward their gradients: the time of so many fp32 FLOPs a score, whatever the heads' width,
 # on top of the attention without [Measured: one H200, 2026-12-01, causal SiLU, 1.59e9 scores: forward 6.12 ms with the bias, 1.71 without; backward
 # 26.6, its three passes one by one, and 6.62].
@@ -90,11 +93,17 @@ def roofline(op: Op, phase: str, device: Device) -> np.ndarray:
         reached = HOST_MEMORY_UTILISATION.get(op.kind, HOST_DEFAULT_MEMORY_UTILISATION)
         return np.maximum(at_peak / HOST_COMPUTE_UTILISATION.get(op.kind, 1.0), at_bandwidth / reached)
     if op.kind == "sdpa":
-        matrix = SDPA_UTILISATION[op.variant, phase]
+        matrix = SDPA_UTILISATION[op.variant, phase] * flash_share(op, device)
     else:
         matrix = ATTENTION_BACKWARD_UTILISATION if op.kind == "attention" and phase == BACKWARD else COMPUTE_UTILISATION.get(op.kind, 1.0)
     memory = MEMORY_UTILISATION.get(op.kind, DEFAULT_MEMORY_UTILISATION)
     return np.hypot(at_peak / matrix, at_bandwidth / memory) + op.count * KERNEL_SECONDS + bias_seconds(op, phase, device)
+
+
+def flash_share(op: Op, device: Device) -> float:
+    """Utilisation of torch's flash backend over what it is on Hopper; 1 for other ops. A device without 8-bit products is older."""
+    older = op.kind == "sdpa" and op.variant == "flash" and device.kind == "gpu" and "fp8" not in device.peak_flops
+    return FLASH_BEFORE_HOPPER if older else 1.0
 
 
 def bias_seconds(op: Op, phase: str, device: Device) -> float | np.ndarray:

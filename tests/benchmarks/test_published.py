@@ -166,7 +166,7 @@ def test_bundled_tables_are_read_and_expressed():
     assert {row.model for row in rows if row.kind == "step"} == {"llama3-8b", "dlrm-dcnv2"}
     assert all(row.source.startswith("https://") for row in rows)
     points, left = score([r for r in rows if r.kind == "step"], [])
-    assert not left and len(points) == 16 and all(p.predicted.seconds > 0 for p in points)
+    assert not left and len(points) == 18 and all(p.predicted.seconds > 0 for p in points)
 
 
 def test_the_result_file(tmp_path):

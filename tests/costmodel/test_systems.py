@@ -2,14 +2,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import costmodel
 from costmodel.blocks import BatchShape, JaggedShape
 from costmodel.blocks.llama import Llama, NextEvent
+from costmodel.calibration import load
 from costmodel.codec import encode
+from costmodel.compute import FLASH_BEFORE_HOPPER, roofline_seconds
 from costmodel.foreign import Sustained
 from costmodel.memory import option_memory
 from costmodel.model import LayerGroup
@@ -144,3 +148,18 @@ def test_backward_of_cross_entropy_holds_three_copies_of_the_logits_in_fp32(poli
     assert 12 * 64_000 <= found.whole + found.workspace <= 14 * 64_000 + 4 * 64 * 16
     less, workspace = made.compiled_loss_bytes(batch, "bf16")
     assert 4 * 64_000 <= found.whole - less + workspace <= 6 * 64_000 + 4 * 64 * 16
+
+
+def test_flash_reaches_more_of_an_older_peak(h200):
+    """Transferred and by roofline; cuDNN's, products and a device of the same kind as measured on are left alone."""
+    older = dataclasses.replace(h200, name="older", peak_flops={"fp32": h200.peak_flops["fp32"], "bf16": h200.peak_flops["bf16"]})
+    other, known = dataclasses.replace(h200, name="other"), load(Path(costmodel.__file__).parent / "calibrations" / "H200-SXM.json")
+    shape = {"tokens": 8192.0, "pairs": 33558528.0, "longest": 8192.0, "heads": 32, "head_dim": 128}
+    for phase in PHASES:
+        flash = op("sdpa", variant="flash", dtype="bf16", **shape)
+        newer, before = (known.predict(flash, phase, device=device).seconds for device in (other, older))
+        assert newer == pytest.approx(FLASH_BEFORE_HOPPER * before)
+        assert roofline_seconds(flash, phase, other) > 1.8 * roofline_seconds(flash, phase, older)
+        for same in (op("sdpa", variant="cudnn", dtype="bf16", **shape), linear(4096, 4096, 4096, "bf16")):
+            assert known.predict(same, phase, device=other).seconds == known.predict(same, phase, device=older).seconds
+            assert roofline_seconds(same, phase, other) == roofline_seconds(same, phase, older)
