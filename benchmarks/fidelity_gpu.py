@@ -34,13 +34,13 @@ import numpy as np
 
 from benchmarks import fidelity_gpu_space as space
 from benchmarks import results
-from benchmarks.fidelity_report import SMALL_PHASE, Run, again_rows, rows, typical
+from benchmarks.fidelity_report import Run, again_rows, rows, typical
 from costmodel import launch
 from costmodel.calibration import Calibration, fit
 from costmodel.calibration import load as load_calibration
 from costmodel.cluster import Cluster
 from costmodel.codec import decode, encode
-from costmodel.conformal import cell, norm, widening
+from costmodel.conformal import residuals_of
 from costmodel.estimate import estimate
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES
@@ -293,10 +293,8 @@ def with_residuals(calibration: Calibration, runs: list[Run]) -> Calibration:
     """The calibration with the residuals of `runs` (costmodel.conformal)."""
     found: dict[str, list[float]] = {}
     for one in runs:
-        for name, (predicted, measured) in one.pairs().items():
-            if predicted > 0 and measured > SMALL_PHASE * one.measured:
-                found.setdefault(cell(name, one.maker), []).append(
-                    (measured - predicted) / norm(predicted, one.predicted) / widening(one.plan.prediction["by_source"]))
+        for name, residual in residuals_of(one.pairs(), one.maker, one.plan.prediction["by_source"]).items():
+            found.setdefault(name, []).append(residual)
     return dataclasses.replace(calibration, run_residuals={name: tuple(sorted(values)) for name, values in sorted(found.items())})
 
 

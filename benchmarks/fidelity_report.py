@@ -16,14 +16,13 @@ import numpy as np
 from benchmarks.results import Row
 from costmodel.calibration import Calibration
 from costmodel.calibration import load as load_calibration
+from costmodel.conformal import SMALL_PHASE
 from costmodel.estimate import estimate
 from costmodel.hosttime import PREFIX, SLOW, SLOW_SHARE
 from costmodel.plan import Plan
 from costmodel.runresult import PHASES
 
 GROUP_PLANS, COVERAGE = 5, 0.90
-# A phase below this share of its step is left out of coverage: it is measured to a few microseconds only.
-SMALL_PHASE = 0.005
 TRIMMED = 0.1
 SPEED_ROUNDS = 25
 # The constant that says how slow the host is expected to be, and what is notably slow.

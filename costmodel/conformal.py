@@ -27,6 +27,8 @@ MAKERS = ("host", "device", "either")
 OWN, FEWEST = 3, 20
 # Spread that a cell has at least: clocks and events are no better.
 LEAST_SPREAD = 1e-4
+# A phase below this share of its step has no residual and no part in coverage: it is measured to a few microseconds only.
+SMALL_PHASE = 0.005
 # Degrees of freedom a residual: Student's t with so many has the 90 % quantile of a new normal value's distance from the median of others over their
 # mean deviation, within 2 % for 5 to 22 residuals (simulated, 40,000 draws each).
 FREEDOM = 1.15
@@ -46,6 +48,13 @@ def widening(by_source: Mapping[str, float]) -> float:
 def cell(name: str, maker: str) -> str:
     """`name`: `step` or a phase; `maker`: one of MAKERS."""
     return f"{name}@{maker}"
+
+
+def residuals_of(pairs: Mapping[str, tuple[float, float]], maker: str, by_source: Mapping[str, float]) -> dict[str, float]:
+    """Residuals of one run by cell. pairs: (predicted, measured) seconds of `step` and of phases; by_source: shares of the prediction's time."""
+    step, measured_step = pairs["step"]
+    return {cell(name, maker): (measured - predicted) / norm(predicted, step) / widening(by_source)
+            for name, (predicted, measured) in pairs.items() if predicted > 0 and measured > SMALL_PHASE * measured_step}
 
 
 class Intervals:

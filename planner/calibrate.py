@@ -46,6 +46,11 @@ def calibration_path(device: str) -> Path:
     return state_directory() / "calibrations" / f"{device}.json"
 
 
+def bundled_path(device: str) -> Path:
+    """Where one that ships with the planner would lie."""
+    return _BUNDLED / f"{device}.json"
+
+
 def samples_path(device: str) -> Path:
     """The measurements behind it."""
     return calibration_path(device).with_suffix(".samples.jsonl")
@@ -61,7 +66,7 @@ def find(cluster: Cluster, *, path: Path | str | None = None, calibrated_only: b
     if where is None:
         note = f"no calibration of {device.name}: times are rooflines with wide intervals; `planner calibrate SCENARIO` measures them"
         return _required(Found(calibration=None, path=None, notes=(note,)), calibrated_only)
-    calibration = _read(where)
+    calibration = read(where)
     notes, problem = [], False
     if not calibration.matches(device):
         notes.append(
@@ -84,17 +89,18 @@ def _required(found: Found, refused: bool) -> Found:
 
 
 def _known(device: Device) -> Path | None:
-    for path in (calibration_path(device.name), _BUNDLED / f"{device.name}.json"):
+    for path in (calibration_path(device.name), bundled_path(device.name)):
         if path.is_file():
             return path
     if device.kind == "cpu":
         return None
     # Another GPU's efficiencies are a better guess than the roofline.
-    known = [path for name in catalogue.names("devices") for path in (calibration_path(name), _BUNDLED / f"{name}.json") if path.is_file()]
-    return next((path for path in known if _read(path).environment.device_kind != "cpu"), None)
+    known = [path for name in catalogue.names("devices") for path in (calibration_path(name), bundled_path(name)) if path.is_file()]
+    return next((path for path in known if read(path).environment.device_kind != "cpu"), None)
 
 
-def _read(path: Path) -> Calibration:
+def read(path: Path) -> Calibration:
+    """The calibration in a file. Raises UsageError."""
     try:
         return load_calibration(path)
     except FileNotFoundError:
@@ -225,7 +231,7 @@ def _with_collectives(file: Path, device: Device, found: list[Sample]) -> Path:
         )
     path = calibration_path(device.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with_collectives(_read(base), found).save(path)
+    with_collectives(read(base), found).save(path)
     return path
 
 

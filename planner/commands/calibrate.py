@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.commands._options import JsonOption, QuietOption, ScenarioArgument, begin
+from planner.commands._options import JsonOption, LedgerOption, QuietOption, ScenarioArgument, begin
 
 
 def command(
@@ -18,6 +18,10 @@ def command(
         Path | None,
         typer.Option("--import", help="Merge a samples.jsonl, an nccl-tests log or a CSV of collectives instead of measuring.", show_default=False),
     ] = None,
+    from_ledger: Annotated[
+        bool, typer.Option("--from-ledger", help="Measure nothing: intervals follow what runs in the ledger were off by, one residual a plan.")
+    ] = False,
+    ledger: LedgerOption = None,
     collective: Annotated[str | None, typer.Option(help="What an imported log measured, where it does not say.", show_default=False)] = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -36,9 +40,18 @@ def command(
     begin(quiet=quiet)
     if preset not in ("quick", "full"):
         raise UsageError(f"--preset {preset!r} is none of quick, full")
+    if from_ledger and (import_file is not None or if_needed):
+        raise UsageError("--from-ledger takes nothing but runs: neither --import nor --if-needed goes with it")
     device = load_scenario(scenario, with_variants=False).cluster
-    measured = None
-    if import_file is not None:
+    measured = folded = None
+    if from_ledger:
+        from planner import residuals
+        from planner.ledger import Ledger
+
+        path, folded = residuals.fold(device, Ledger(ledger))
+        for line in folded.remarks():
+            console.say(line)
+    elif import_file is not None:
         path, measured = calibration.import_file(import_file, device.device, collective=collective)
     elif if_needed and not (reason := api.calibration_needed(scenario)):
         path = calibration.calibration_path(device.device.name)
@@ -48,10 +61,10 @@ def command(
             console.say(reason)
         with Progress("calibrating", quiet=quiet) as progress:
             path = api.calibrate(scenario, preset=preset, on_event=progress.event)  # type: ignore[arg-type]
-    _show(path, measured, json)
+    _show(path, measured, None if folded is None else {"runs": folded.runs, "plans": folded.plans, "residuals": folded.residuals}, json)
 
 
-def _show(path: Path, imported: int | None, json: bool) -> None:
+def _show(path: Path, imported: int | None, folded: dict[str, int] | None, json: bool) -> None:
     from costmodel.calibration import load
     from planner.report import console
 
@@ -61,6 +74,7 @@ def _show(path: Path, imported: int | None, json: bool) -> None:
         "device": made.environment.device_name,
         "date": made.environment.date,
         "imported": imported,
+        "from_ledger": folded,
         "curves": [
             {
                 "op": c.op,
