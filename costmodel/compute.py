@@ -22,8 +22,10 @@ ATTENTION_BACKWARD_UTILISATION = 0.22
 # 297 of FlashAttention-2 on one H200, full histories of 2,048].
 SDPA_UTILISATION = {("flash", FORWARD): 0.33, ("flash", BACKWARD): 0.26, ("cudnn", FORWARD): 0.53, ("cudnn", BACKWARD): 0.42}
 # FlashAttention-2 is written for Ampere and takes none of what Hopper brought: of an A100's peak it reaches so many times the share that it reaches
-# of an H100's [Published: arXiv 2307.08691, section 4.1: at best 73 % forward and 63 % backward of an A100's 312 TFLOPS, 335 of an H100's 989].
-FLASH_BEFORE_HOPPER = 1.94
+# of an H100's [Published: arXiv 2307.08691, section 4.1: at best 73 % forward and 63 % backward of an A100's 312 TFLOPS, 335 of an H100's 989]. On a
+# B200 it is no faster than on an H100 [Published: heads of 128, 8,192 events, forward: 362 of 2,250 TFLOPS, meta-pytorch/tritonbench#171; 370 of 989,
+# arXiv 2407.08608].
+FLASH_BEFORE_HOPPER, FLASH_AFTER_HOPPER = 1.94, 0.43
 # A bias on attention's scores, HSTU's two tables and in backward their gradients: the time of so many fp32 FLOPs a score, whatever the heads' width,
 # on top of the attention without [Measured: one H200, 2026-12-01, causal SiLU, 1.59e9 scores: forward 6.12 ms with the bias, 1.71 without; backward
 # 26.6, its three passes one by one, and 6.62].
@@ -101,9 +103,13 @@ def roofline(op: Op, phase: str, device: Device) -> np.ndarray:
 
 
 def flash_share(op: Op, device: Device) -> float:
-    """Utilisation of torch's flash backend over what it is on Hopper; 1 for other ops. A device without 8-bit products is older."""
-    older = op.kind == "sdpa" and op.variant == "flash" and device.kind == "gpu" and "fp8" not in device.peak_flops
-    return FLASH_BEFORE_HOPPER if older else 1.0
+    """Utilisation of torch's flash backend over what it is on Hopper; 1 for other ops. A device without 8-bit products is older, one whose 8-bit
+    products take scales of blocks newer."""
+    if op.kind != "sdpa" or op.variant != "flash" or device.kind != "gpu":
+        return 1.0
+    if "fp8" not in device.peak_flops:
+        return FLASH_BEFORE_HOPPER
+    return FLASH_AFTER_HOPPER if "mxfp8" in device.peak_flops else 1.0
 
 
 def bias_seconds(op: Op, phase: str, device: Device) -> float | np.ndarray:
