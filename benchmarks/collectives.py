@@ -20,6 +20,7 @@ from benchmarks.results import Row, write
 from costmodel.cluster import Cluster, Device, LinkTier
 from costmodel.comms import GroupShape, Network, bound_seconds
 from costmodel.comms_curves import CollectiveCurve, fit_curves, one_host_seconds, save_curves
+from costmodel.ops import COLLECTIVES
 from costmodel.samples import Sample
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -32,15 +33,30 @@ BUNDLED_BUILD, DEVICES = "2.29.2", {"h100_sxm": "H100-SXM", "h200_sxm": "H200-SX
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Rows with `build` (system and NCCL build), `kind`, `group`, `bytes`, `seconds`. Raises ValueError naming a missing column."""
-    table = pd.read_csv(path)
+    """Rows with `build` (system and NCCL build), `kind`, `group`, `bytes`, `seconds`. Raises ValueError naming file and column, with the line of a
+    cell that no measurement has."""
+    try:
+        table = pd.read_csv(path)
+    except ValueError as error:  # of pandas and of decoding
+        raise ValueError(f"{path}: {error}") from error
     missing = [c for c in COLUMNS if c not in table.columns]
     if missing:
         raise ValueError(f"{path}: missing column {', '.join(missing)}; needed: {', '.join(COLUMNS)}")
     table["kind"] = table["op_name"].replace({"alltoall": "all_to_all"})
-    table["group"], table["bytes"], table["seconds"] = table["num_gpus"], table["message_bytes_if_elements_x2"].astype(float), table["time_ms"] * 1e-3
+    _refuse_first(path, "op_name", table["kind"].isin(COLLECTIVES), table["op_name"], f"one of {', '.join(COLLECTIVES)}")
+    for column, name, scale in (("num_gpus", "group", 1), ("message_bytes_if_elements_x2", "bytes", 1.0), ("time_ms", "seconds", 1e-3)):
+        figures = pd.to_numeric(table[column], errors="coerce")
+        _refuse_first(path, column, (figures > 0) & (figures < np.inf), table[column], "a finite number > 0")
+        table[name] = figures * scale
+    _refuse_first(path, "num_gpus", (table["group"] >= 2) & (table["group"] % 1 == 0), table["num_gpus"], "an integer >= 2")
     table["build"] = table["system"] + " NCCL " + table["nccl_dir"].astype(str)
     return table
+
+
+def _refuse_first(path: Path, column: str, legal: pd.Series, cells: pd.Series, needed: str) -> None:
+    if not legal.all():
+        place = int(legal.to_numpy().argmin())
+        raise ValueError(f"{path}:{place + 2}: {column}: {needed} is needed, not {str(cells.iloc[place])!r}")
 
 
 def samples(rows: pd.DataFrame) -> list[Sample]:

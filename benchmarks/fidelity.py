@@ -377,7 +377,11 @@ def main(arguments: list[str] | None = None) -> int:
     options.restarts = arguments is None
     work = options.work or Path("out") / f"fidelity-{options.device}"
     if options.stage in ("all", "predict") and not options.resume and work.exists() and any(work.iterdir()):
-        raise SystemExit(f"{work} is not empty; --resume continues there, another --work starts afresh")
+        results.refuse(f"{work} is not empty; --resume continues there, another --work starts afresh")
+    if options.count < 1 or options.residuals < 0:
+        parser.error("-n must be >= 1 and --residuals >= 0")
+    if options.device == "cpu" and options.stage in ("calibrate", "refit"):
+        parser.error(f"--stage {options.stage} is cuda's; on a CPU --stage predict calibrates first")
     work.mkdir(parents=True, exist_ok=True)
     if options.device == "cuda":
         from benchmarks import fidelity_gpu  # another space, and all plans in one process
@@ -390,11 +394,15 @@ def main(arguments: list[str] | None = None) -> int:
         calibration = _calibration(options, space, cluster, work)
         paths = predict(space, cluster, calibration, work, seed=options.seed, count=options.count)
         paths_file.write_text(json.dumps([str(p.relative_to(work)) for p in paths]))
+    if not paths_file.exists():
+        results.refuse(f"{paths_file}: no such file; --stage predict draws the plans of a seed")
     paths = [work / p for p in json.loads(paths_file.read_text())]
     if options.stage in ("all", "run"):
         run(paths, Plan.load(paths[0]).cluster, quiet=options.quiet, attempts=options.attempts, patience=options.patience)
     if options.stage in ("all", "report"):
         scored = load_scored(paths)
+        if not scored:
+            results.refuse(f"{work}: no plan to score has run yet")
         command = f"python -m benchmarks.fidelity --device {options.device} --seed {options.seed} -n {options.count}"
         results.write(
             f"fidelity-{options.device}",
@@ -411,7 +419,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _calibration(options: argparse.Namespace, space: Space, cluster: Cluster, work: Path) -> Calibration:
     if options.calibration is not None:
-        return load_calibration(options.calibration)
+        return results.calibration_of(options.calibration)
     if (work / "calibration.json").exists():
         return load_calibration(work / "calibration.json")
     return calibrate(space, cluster, work, preset=options.preset, budget=options.budget)

@@ -302,7 +302,7 @@ def report(paths: list[Path], work: Path, calibration: Calibration, *, out: Path
     """Compares, writes docs/results/fidelity-h200.{json,md} and the calibration with its residuals beside the work folder's own."""
     residual, scored, failed = load_runs(paths)
     if not scored:
-        raise SystemExit(f"{work}: no plan to score has run yet")
+        results.refuse(f"{work}: no plan to score has run yet")
     known = with_residuals(calibration, residual)
     known.save(work / RESIDUAL_FILE)
     found = rows(scored, known, load=work / RESIDUAL_FILE)
@@ -335,7 +335,8 @@ def main(options: argparse.Namespace, work: Path) -> int:
             later = [plan for _, plan in drawn(own, seed=options.seed, count=options.count, residuals=options.residuals)]
             calibrate(work, own, device, seconds=options.calibration_seconds, later=later)
     if stage in ("all", "predict"):
-        predict(work, own, load_calibration(calibration_path), seed=options.seed, count=options.count, residuals=options.residuals)
+        known = results.calibration_of(calibration_path, device=own.device.name)
+        predict(work, own, known, seed=options.seed, count=options.count, residuals=options.residuals)
     paths = in_turns(work.glob("*/plan.json"))
     if stage in ("all", "run"):
         if not (work / MEASURED).exists():
@@ -346,10 +347,12 @@ def main(options: argparse.Namespace, work: Path) -> int:
 
         mesh.leave()
     if stage == "refit":
+        if not (work / SAMPLES).exists():
+            results.refuse(f"{work / SAMPLES}: no such file; --stage calibrate keeps them there")
         fitted = fit_samples(work, own)
         with_residuals(fitted, again(load_runs(paths)[0], fitted)).save(work / REFITTED)
     if stage in ("all", "report"):
-        report(paths, work, load_calibration(calibration_path), out=options.out,
+        report(paths, work, results.calibration_of(calibration_path, device=own.device.name), out=options.out,
                command=f"python -m benchmarks.fidelity --device cuda --seed {options.seed} -n {options.count}")  # fmt: skip
     return 0
 
@@ -395,7 +398,7 @@ def _device():
     from runtime import mesh
 
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here; --stage predict and --stage report need none")
+        results.refuse("no CUDA device here; --stage predict and --stage report need none")
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     mesh.start(device)

@@ -16,7 +16,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from costmodel.calibration import Calibration, load
 
 SCHEMA_VERSION = 1
 
@@ -151,3 +153,19 @@ def _markdown(title: str, intro: str, document: dict[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def refuse(text: str) -> NoReturn:
+    """Ends the process as a command does that makes no sense here or was given an invalid file: what is wrong, exit code 2."""
+    print(text, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def calibration_of(path: Path, *, device: str | None = None) -> Calibration:
+    """The calibration in a file that a command line names; without one, with a damaged one or, given `device`, with another's, exit code 2."""
+    try:
+        return load(path, device=device)
+    except FileNotFoundError:
+        refuse(f"{path}: no such file; --calibration names one, --stage calibrate makes one where there is a GPU")
+    except (OSError, ValueError) as error:
+        refuse(str(error))

@@ -59,7 +59,8 @@ def samples_path(device: str) -> Path:
 def find(cluster: Cluster, *, path: Path | str | None = None, calibrated_only: bool = False) -> Found:
     """The calibration for a cluster's device: `path`, the user's own, the bundled one, or that of another GPU (marked extrapolated).
 
-    Missing or stale is a note, unless `calibrated_only`: then CalibrationRequired. Raises UsageError for a damaged file.
+    Missing or stale is a note, unless `calibrated_only`: then CalibrationRequired. Raises UsageError for a damaged file, and for a CPU's where a GPU
+    is asked for or the other way round.
     """
     device = cluster.device
     where = Path(path) if path is not None else _known(device)
@@ -67,6 +68,9 @@ def find(cluster: Cluster, *, path: Path | str | None = None, calibrated_only: b
         note = f"no calibration of {device.name}: times are rooflines with wide intervals; `planner calibrate SCENARIO` measures them"
         return _required(Found(calibration=None, path=None, notes=(note,)), calibrated_only)
     calibration = read(where)
+    if (calibration.device.kind == "cpu") != (device.kind == "cpu"):
+        kind = calibration.environment.device_kind
+        raise UsageError(f"calibration {where}: environment.device_kind: {kind}; nothing of it carries over to {device.name}, a {device.kind}")
     notes, problem = [], False
     if not calibration.matches(device):
         notes.append(

@@ -242,6 +242,14 @@ def test_samples_of_another_kind_of_device_are_refused(bench):
         calibrate.store(device, environment(device_kind="cuda", device_name="NVIDIA H200"), samples(1))
 
 
+def test_a_cpus_calibration_says_nothing_of_a_gpu(bench, capsys):
+    calibrate.store(load_scenario(bench).cluster.device, environment(), samples(1))
+    assert main(["estimate", "gem-1xh200", "--calibration", str(calibrate.calibration_path("made-up"))]) == 2
+    assert "environment.device_kind: cpu; nothing of it carries over to H200-SXM, a gpu" in capsys.readouterr().err
+    assert main(["estimate", str(bench), "--calibration", str(BUNDLED / "H200-SXM.json")]) == 2
+    assert "environment.device_kind: cuda" in capsys.readouterr().err
+
+
 def test_another_gpus_efficiencies_are_carried_over(bench):
     h100 = dataclasses.replace(load_scenario("gem-8xh200").cluster.device, name="H100-SXM")
     calibrate.store(h100, environment(device_kind="cuda", device_name="NVIDIA H100"), samples(1))
