@@ -198,10 +198,9 @@ def _legal(row: Published, name: str, legal: tuple[str, ...]):
 def _system(row: Published) -> System:
     """Whose step it is. What is fused goes with the execution where the row does not say: a compiler fuses, and so do systems that capture a step."""
     fusion = _legal(row, "fusion", FUSIONS) if row.fusion else "none" if row.execution == "eager" else "compiler"
-    loss = _legal(row, "loss", LOSSES) if row.loss else "compiled" if row.execution == "compile" else "eager"
-    return System(fusion=fusion, loss=loss, by_host=row.exchange == "pooled_by_host", attention=_legal(row, "attention", ATTENTIONS),
-                  optimizer=_legal(row, "optimizer", tuple(OPTIMIZER_BYTES)), overlap=_legal(row, "overlap", OVERLAPS),
-                  table_update=_legal(row, "table_update", TABLE_UPDATES))
+    return System(fusion=fusion, by_host=row.exchange == "pooled_by_host", loss=_legal(row, "loss", LOSSES),
+                  attention=_legal(row, "attention", ATTENTIONS), optimizer=_legal(row, "optimizer", tuple(OPTIMIZER_BYTES)),
+                  overlap=_legal(row, "overlap", OVERLAPS), table_update=_legal(row, "table_update", TABLE_UPDATES))
 
 
 def _layout(row: Published) -> tuple[Layout, str]:

@@ -56,7 +56,7 @@ class Published:
     reduce: str = "fp32"
     attention: str = "torch"
     fusion: str = ""
-    loss: str = ""
+    loss: str = "eager"
     optimizer: str = "adamw"
     overlap: str = "none"
     table_update: str = "fused"
