@@ -90,8 +90,8 @@ class HostTimes:
 
     def may_make(self, launch: float, device: float) -> bool | None:
         """Whether the host, which is expected to need `launch` seconds of a step, makes steps for which the device needs `device`; None where that
-        hangs on its speed: at its fastest the device would make them, at its slowest the host, where nine in ten moments are neither faster nor
-        slower. What hangs on no speed that is known is as expected."""
+        hangs on its speed: at its fastest the device would make them, at its slowest the host, where one in ten moments is faster than the one and
+        one in ten slower than the other. What hangs on no speed that is known is as expected."""
         if not self.at_full_speed or self.slow <= 1.0:
             return launch > device
         fastest, slowest = (self._figures.get(f"{SLOW}:{share}", other) for share, other in (("p10", 1.0), ("p90", SLOWEST)))
