@@ -82,6 +82,10 @@ class Sample:
             return
         if not self.seconds > 0:
             raise ValueError(f"op {self.op}: seconds must be > 0, got {self.seconds}")
+        for name, least in (("noise", 0.0), ("host_seconds", 0.0), ("active_ranks", 1), ("repeats", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"op {self.op}: {name} must be >= {least:g}, got {value}")
         if self.op.startswith(BLOCK_PREFIX):
             return
         self.as_op()
@@ -112,8 +116,9 @@ def read_samples(path: Path | str) -> tuple[Environment, list[Sample]]:
     first = values[0][1]
     if not isinstance(first, dict) or "device_name" not in first:
         raise ValueError(f"{path}:1: device_name: missing; the first line holds the environment")
-    if first.get("schema_version", SCHEMA_VERSION) > SCHEMA_VERSION:
-        raise ValueError(f"{path}:1: schema_version: {first['schema_version']} is newer than {SCHEMA_VERSION}, which this version reads")
+    version = first.get("schema_version", SCHEMA_VERSION)
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise ValueError(f"{path}:1: schema_version: {version} is newer than {SCHEMA_VERSION}, which this version reads")
     try:
         environment = decode(Environment, first)
     except DecodeError as error:

@@ -22,6 +22,7 @@ import costmodel
 from costmodel import launch
 from costmodel.calibration import Calibration, fit, with_collectives
 from costmodel.calibration import load as load_calibration
+from costmodel.calibration_checks import check
 from costmodel.cluster import Cluster, Device
 from costmodel.samples import Environment, Sample, read_samples, write_samples
 from costmodel.state import state_directory
@@ -185,14 +186,16 @@ def _log(device: str, ranks: int) -> Path:
 
 
 def store(device: Device, environment: Environment, samples: list[Sample]) -> Path:
-    """Fits samples of `device` and writes both files. Raises UsageError when they are another kind of device's."""
+    """Fits samples of `device` and writes both files. Raises UsageError when they are another kind of device's, RunFailed when they cannot be fitted;
+    nothing is written then."""
     kind = "cpu" if environment.device_kind == "cpu" else "gpu"
     if kind != device.kind:
         raise UsageError(f"the samples were measured on a {kind} ({environment.device_name}), {device.name} is a {device.kind}")
     environment = dataclasses.replace(environment, device_name=device.name)
     try:
         calibration = fit(environment, samples, device=device)
-    except ValueError as error:
+        check(calibration)
+    except (ValueError, OverflowError) as error:
         raise RunFailed(f"the measurements of {device.name} cannot be fitted: {error}") from error
     path = calibration_path(device.name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +226,10 @@ def import_file(file: Path, device: Device, *, collective: str | None = None) ->
     if environment is None:
         return _with_collectives(file, device, found), len(found)
     new = {_key(s) for s in found}
-    return store(device, environment, [s for s in kept if _key(s) not in new] + found), len(found)
+    try:
+        return store(device, environment, [s for s in kept if _key(s) not in new] + found), len(found)
+    except RunFailed as error:
+        raise UsageError(f"{file}: {error}") from error
 
 
 def _with_collectives(file: Path, device: Device, found: list[Sample]) -> Path:
@@ -235,7 +241,9 @@ def _with_collectives(file: Path, device: Device, found: list[Sample]) -> Path:
         )
     path = calibration_path(device.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with_collectives(read(base), found).save(path)
+    calibration = with_collectives(read(base), found)
+    check(calibration)
+    calibration.save(path)
     return path
 
 

@@ -45,3 +45,19 @@ def test_a_bad_first_line_is_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_samples(path)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"noise": -0.1}, "noise must be >= 0"), ({"host_seconds": -1.0}, "host_seconds must be >= 0"),
+    ({"active_ranks": 0}, "active_ranks must be >= 1"), ({"repeats": 0}, "repeats must be >= 1"),
+])  # fmt: skip
+def test_figures_that_no_measurement_has(changes, words):
+    for op, features in (("linear", {"m": 1.0, "k": 1.0, "n": 1.0}), ("block:mlp", {"samples": 4.0})):
+        with pytest.raises(ValueError, match=words):
+            Sample(**{"op": op, "phase": "forward", "features": features, "seconds": 1.0, **changes})
+
+
+def test_a_schema_version_that_is_no_number_is_refused_like_any_other_field(tmp_path):
+    (tmp_path / "s.jsonl").write_text('{"device_name": "x", "device_kind": "cpu", "schema_version": "2"}\n')
+    with pytest.raises(ValueError, match=r"s\.jsonl:1: schema_version: an integer is needed"):
+        read_samples(tmp_path / "s.jsonl")

@@ -236,6 +236,24 @@ def test_bad_imports_are_exit_2(bench, tmp_path, name, content, words, capsys):
     assert not calibrate.calibration_path("made-up").exists()
 
 
+@pytest.mark.parametrize("spoilt", [
+    Sample(op="constant:step_overhead", variant="1", phase="step", features={}, seconds=-1.0),
+    Sample(op="linear", phase="forward", features={"m": 1e300, "k": 1e300, "n": 1e300}, seconds=1.0),
+    Sample(op="block:mlp", phase="forward", features={}, seconds=1.0),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_import_that_makes_no_calibration_changes_nothing(bench, tmp_path, spoilt, capsys):
+    """Once it left behind a calibration and samples with which every later command ended."""
+    device = load_scenario(bench).cluster.device
+    calibrate.store(device, environment(), samples(1))
+    files = calibrate.calibration_path(device.name), calibrate.samples_path(device.name)
+    before = [file.read_bytes() for file in files]
+    write_samples(tmp_path / "mine.jsonl", environment(), [spoilt])
+    assert main(["calibrate", str(bench), "--import", str(tmp_path / "mine.jsonl")]) == 2
+    assert "mine.jsonl: the measurements of made-up cannot be fitted" in capsys.readouterr().err
+    assert [file.read_bytes() for file in files] == before
+
+
 def test_samples_of_another_kind_of_device_are_refused(bench):
     device = load_scenario(bench).cluster.device
     with pytest.raises(UsageError, match=r"measured on a gpu \(NVIDIA H200\), made-up is a cpu"):
