@@ -178,16 +178,17 @@ def _check_kind(kind: str) -> None:
 
 
 class Network:
-    """Collectives of one cluster under one transport. `calibration`: its curves serve where they fit, else published ones of this device,
-    else the model."""
+    """Collectives of one cluster under one transport. `calibration`: its curves serve where they fit; of collectives that it did not measure inside
+    a host published ones of this device, else the model."""
 
     def __init__(self, cluster: Cluster, calibration: Calibration | None = None, transport: str = "nccl") -> None:
         contention.transport(transport)
         self.cluster = cluster
         self.transport = "gloo" if cluster.device.kind == "cpu" else transport
         self._constants = dict(calibration.constants) if calibration is not None else {}
-        self._own = calibrated_curves(calibration, cluster) if calibration is not None else ()
-        self._curves = self._own or published_curves(cluster.device.name)
+        own = calibrated_curves(calibration, cluster) if calibration is not None else ()
+        known = {curve.collective for curve in own if curve.hosts == 1}
+        self._curves = (*own, *(curve for curve in published_curves(cluster.device.name) if curve.collective not in known))
         self._memo: dict[tuple[object, ...], CollectiveCost] = {}
 
     def cost(self, kind: str, num_bytes: float, group: GroupShape, *, active_groups: int | None = None, max_over_mean: float = 1.0) -> CollectiveCost:
@@ -325,7 +326,8 @@ def _slowest(kind: str, num_bytes: float, n: int, crossed: Sequence[Span], effic
 
 
 def calibrated_curves(calibration: Calibration, cluster: Cluster) -> tuple[CollectiveCurve, ...]:
-    """Curves out of a calibration's collective points (rows of bytes, group, seconds, host seconds) on the cluster's inner link."""
+    """Curves out of a calibration's collective points (rows of bytes, group, seconds, host seconds) on the cluster's inner link, those over hosts on
+    the outermost link that such a group crosses here; groups of more ranks or hosts than the cluster has are left out."""
     default = "gloo" if calibration.environment.device_kind == "cpu" else "nccl"
     bandwidth = calibration.constants.get("link_bandwidth") or (cluster.tiers[0].bandwidth if cluster.tiers else 1.0)
     curves = []
@@ -338,8 +340,13 @@ def calibrated_curves(calibration: Calibration, cluster: Cluster) -> tuple[Colle
             if group >= 2 and num_bytes > 0:
                 by_group.setdefault(int(group), []).append((num_bytes, seconds))
         for group, points in sorted(by_group.items()):
+            link = bandwidth
+            if int(hosts or 1) > 1:
+                if int(hosts) > cluster.num_hosts or group > cluster.num_hosts * cluster.devices_per_host:
+                    continue
+                link = spans(GroupShape(size=group), cluster)[-1].tier.bandwidth
             sizes, seconds = zip(*sorted(points))
-            curves.append(CollectiveCurve(collective=curve.op, transport=transport, group=group, hosts=int(hosts or 1), link_bandwidth=bandwidth,
+            curves.append(CollectiveCurve(collective=curve.op, transport=transport, group=group, hosts=int(hosts or 1), link_bandwidth=link,
                                           bytes=sizes, seconds=seconds, in_network_reduction=_reduces(cluster)))
     return tuple(curves)
 

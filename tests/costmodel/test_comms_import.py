@@ -1,9 +1,19 @@
 """Logs in the form that nccl-tests prints, whole and broken."""
+import dataclasses
+
 import pytest
 
+from costmodel.calibration import fit, with_collectives
+from costmodel.cluster import Cluster, Device, LinkTier
+from costmodel.comms import GroupShape, Network
 from costmodel.comms_import import parse_csv, parse_nccl_tests
+from costmodel.samples import Environment, Sample
 
 SIZES = (2**20, 2**24, 2**30)
+GPU = Device(name="H200-SXM", kind="gpu", peak_flops={"bf16": 989e12, "fp32": 67e12}, memory_bytes=141e9, memory_bandwidth=4.8e12)
+NVLINK = LinkTier(name="nvlink", scope="host", bandwidth=450e9, latency=3e-6)
+LINEAR = fit(Environment(device_name="H200-SXM", device_kind="cuda"),
+             [Sample(op="linear", phase="forward", features={"m": m, "k": 64.0, "n": 64.0}, seconds=1e-5) for m in (64.0, 128.0)], device=GPU)
 
 
 def log(program: str, rows: list[str], *, ranks: int = 8, hosts: int = 1, last: str = "#wrong") -> str:
@@ -72,3 +82,28 @@ def test_csv_columns():
     with pytest.raises(ValueError, match=r"'secnds' is unknown \(did you mean 'seconds'"):
         parse_csv("collective,group,bytes,seconds,secnds\nall_reduce,8,1024,1e-5,1\n")
     assert len(parse_csv("\ufeffcollective,group,bytes,seconds\nall_reduce,8,1024,1e-5\n")) == 1
+
+
+def test_what_was_imported_over_hosts_is_what_is_predicted_there():
+    """Such curves once counted as measured on NVLink: on NICs of a ninth of its rate they made nine times the time that had been measured."""
+    nic = LinkTier(name="rdma", scope="cluster", bandwidth=50e9, latency=1e-5)
+    there = Cluster(name="two hosts", device=GPU, num_hosts=2, devices_per_host=8, tiers=(NVLINK, nic))
+    found = parse_nccl_tests(log("all_reduce_perf", [row(size, time=30 + size / 150e3) for size in SIZES], ranks=16, hosts=2))
+    network = Network(there, with_collectives(LINEAR, found))
+    for sample in found:
+        cost = network.cost("all_reduce", sample.features["bytes"], GroupShape(size=16))
+        assert (cost.seconds, cost.source, cost.algorithm) == (pytest.approx(sample.seconds), "measured", "curve")
+    one = dataclasses.replace(there, num_hosts=1, tiers=(NVLINK,))
+    assert Network(one, with_collectives(LINEAR, found)).cost("all_reduce", 2**24, GroupShape(size=8)) == Network(one).cost(
+        "all_reduce", 2**24, GroupShape(size=8))
+
+
+def test_collectives_that_were_not_imported_keep_their_published_curves():
+    host = Cluster(name="one host", device=GPU, num_hosts=1, devices_per_host=8, tiers=(NVLINK,))
+    found = with_collectives(LINEAR, parse_nccl_tests(log("all_reduce_perf", [row(size) for size in SIZES])))
+    own, published = Network(host, found), Network(host)
+    eight = GroupShape(size=8)
+    assert own.cost("all_gather", 2**24, eight) == published.cost("all_gather", 2**24, eight)
+    assert published.cost("all_gather", 2**24, eight).algorithm == "curve"
+    assert own.cost("all_reduce", 2**24, eight).seconds == pytest.approx(1e-6 * (8 + 2**24 / 250e3), rel=1e-3)
+    assert own.cost("all_reduce", 2**24, eight).seconds != published.cost("all_reduce", 2**24, eight).seconds
