@@ -337,7 +337,7 @@ def main(options: argparse.Namespace, work: Path) -> int:
     if stage in ("all", "predict"):
         known = results.calibration_of(calibration_path, device=own.device.name)
         predict(work, own, known, seed=options.seed, count=options.count, residuals=options.residuals)
-    paths = in_turns(work.glob("*/plan.json"))
+    paths = in_turns(of_seed(work, options.seed))
     if stage in ("all", "run"):
         if not (work / MEASURED).exists():
             (work / MEASURED).write_text(json.dumps(results.stamped()) + "\n")
@@ -355,6 +355,11 @@ def main(options: argparse.Namespace, work: Path) -> int:
         report(paths, work, results.calibration_of(calibration_path, device=own.device.name), out=options.out,
                command=f"python -m benchmarks.fidelity --device cuda --seed {options.seed} -n {options.count}")  # fmt: skip
     return 0
+
+
+def of_seed(work: Path, seed: int) -> list[Path]:
+    """The plans in `work` that `drawn` gives for a seed; another seed's may lie beside them."""
+    return [path for path in work.glob("*/plan.json") if int(path.parent.name.split("-")[1]) in (seed, seed + RESIDUAL_SEED)]
 
 
 def in_turns(paths: Iterable[Path]) -> list[Path]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.published.placing import COMM_SHARE, ROOM, placed
 from benchmarks.published.table import Published
+from costmodel.blocks.attention import ATTENTION_VARIANTS
 from costmodel.calibration import MINIMUM_WIDTH, Calibration
 from costmodel.calibration import load as load_calibration
 from costmodel.cluster import Cluster, Device, LinkTier
@@ -23,7 +24,7 @@ from costmodel.hosttime import PREFIX
 from costmodel.lower import lower
 from costmodel.memory import reserving
 from costmodel.model import Model
-from costmodel.ops import KINDS, op
+from costmodel.ops import COLLECTIVES, KINDS, op
 from costmodel.plan import Layout, Plan, RegionOption, RegionPlan, TablePlacement
 from costmodel.regions import Region, regions
 from costmodel.sparse import ids_per_table, state_bytes
@@ -128,12 +129,19 @@ def predict(row: Published, known: list[Calibration]) -> Predicted:
 def _kernel(row: Published, device: Device, calibration: Calibration | None) -> Predicted:
     if row.op not in KINDS:
         raise NotExpressible(f"op {row.op!r} is not one of the cost model{suggest(row.op, KINDS)}; known: {', '.join(KINDS)}")
+    if row.op in COLLECTIVES:
+        raise NotExpressible(f"{row.op} is a collective: `python -m benchmarks.collectives` reads tables of those")
+    if row.op == "attention" and row.variant not in ATTENTION_VARIANTS:
+        raise NotExpressible(f"attention needs a variant{suggest(row.variant, ATTENTION_VARIANTS)}; known: {', '.join(ATTENTION_VARIANTS)}")
     if row.phase not in KINDS[row.op].phases:
         raise NotExpressible(f"op {row.op} has no phase {row.phase}; it has {', '.join(KINDS[row.op].phases)}")
     try:
-        one = op(row.op, variant=row.variant, dtype=row.dtype, **{name: float(value) for name, value in row.features})
+        features = {name: float(value) for name, value in row.features}
+        one = op(row.op, variant=row.variant, dtype=row.dtype, **features)
     except ValueError as error:
         raise NotExpressible(str(error)) from error
+    if zero := [name for name, value in features.items() if value == 0]:
+        raise NotExpressible(f"op {row.op}: {', '.join(zero)} must be > 0")
     flops, num_bytes = one.flops(row.phase), one.bytes(row.phase)
     if calibration is None:
         seconds, width = roofline_seconds(one, row.phase, device), MINIMUM_WIDTH["roofline"]
@@ -170,6 +178,8 @@ def plan_of(row: Published, device: Device) -> Plan:
     if model.sequences and row.sequence_length is None:
         raise NotExpressible(f"model {row.model} has sequences, sequence_length is not given")
     lengths = {s.name: Lengths(kind="fixed", minimum=row.sequence_length or 1, maximum=row.sequence_length or 1) for s in model.sequences}
+    for what, pairs in (("precision", row.precision), ("checkpoint", row.checkpoint)):
+        _check_patterns(what, pairs, [region.name for region in regions(model)])
     workload = Workload(name="published", lengths=lengths, local_batch=row.local_batch * row.accumulation)
     layout, placing = _layout(row)
     cluster = _cluster(row, device)
@@ -275,6 +285,12 @@ def _options(row: Published, region: Region) -> RegionPlan:
         if count:
             options.append(RegionOption(count=count, precision=precision, checkpoint=name))  # type: ignore[arg-type]
     return RegionPlan(region=region.name, options=tuple(options))
+
+
+def _check_patterns(what: str, pairs: tuple[tuple[str, str], ...], names: list[str]) -> None:
+    for pattern, _ in pairs:
+        if not fnmatch.filter(names, pattern):
+            raise NotExpressible(f"{what} {pattern!r} is the name of no region{suggest(pattern, names)}; known: {', '.join(names)}")
 
 
 def _matching(pairs: tuple[tuple[str, str], ...], name: str, default: str) -> str:

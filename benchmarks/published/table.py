@@ -163,8 +163,10 @@ def read(path: Path) -> list[Published]:
         reader = csv.DictReader(file, strict=True)
         try:
             header, lines = list(reader.fieldnames or ()), [(reader.line_num, line) for line in reader]
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             raise TableError([f"{path}:{reader.line_num}: not CSV ({error})"]) from error
+        except UnicodeDecodeError as error:
+            raise TableError([f"{path}:{_undecodable(path)}: not UTF-8 ({error.reason})"]) from error
     faults = [f"{path}:1: column {name!r} is not part of the schema{suggest(name, COLUMNS)}" for name in header if name not in COLUMNS]
     faults += [f"{path}:1: column {name!r} is there twice" for name in sorted({n for n in header if header.count(n) > 1})]
     faults += [f"{path}:1: column {name!r} is missing" for name in _ALWAYS if name not in header]
@@ -184,6 +186,16 @@ def read(path: Path) -> list[Published]:
     if faults:
         raise TableError(faults)
     return rows
+
+
+def _undecodable(path: Path) -> int:
+    """The line of the first byte that is no UTF-8."""
+    body = path.read_bytes()
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return body[:error.start].count(b"\n") + 1
+    return 1
 
 
 def _row(where: str, line: dict, faults: list[str]) -> Published | None:

@@ -26,6 +26,10 @@ BIASED = "_bias"  # ends the variant of an attention with a bias on its scores
 BIAS_SCRATCH = 4.0 * 2**24
 GDPA_ACTIVATIONS = ("gelu", "gelu_fast", "silu", "relu", "identity")
 ATTENTION_BLOCKS = (32, 64, 128)
+# What the attention op's variant can be: whose scores become weights how, over what, with what added to them.
+ATTENTION_VARIANTS = ("block", "softmax_queries", *(f"gdpa_{name}_context" for name in GDPA_ACTIVATIONS),
+                      *(f"{kernel}{window}{bias}" for kernel in ("softmax", "hstu", *(f"gdpa_{name}" for name in GDPA_ACTIVATIONS))
+                        for window in ("", "_window") for bias in ("", BIASED)))
 
 
 def bias_parameters(group: LayerGroup) -> tuple[tuple[str, tuple[int, ...]], ...]:

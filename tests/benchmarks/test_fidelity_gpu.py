@@ -240,3 +240,10 @@ def test_the_wilson_band_holds_the_share_and_narrows():
     low, high = wilson(180, 200)
     assert low < 0.9 < high and high - low < 0.09
     assert wilson(18, 20)[1] - wilson(18, 20)[0] > high - low
+
+
+def test_the_plans_of_another_seed_in_the_folder_are_left_alone(tmp_path):
+    for name in ("scored-5-0-1", "residual-1000008-0-0", "scored-6-0-1", "residual-1000009-2-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plan.json").write_text("{}")
+    assert sorted(path.parent.name for path in fidelity_gpu.of_seed(tmp_path, 5)) == ["residual-1000008-0-0", "scored-5-0-1"]

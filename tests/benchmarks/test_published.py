@@ -19,6 +19,7 @@ STEP = {"id": "a", "kind": "step", "device": "H100-SXM", "source": "https://exam
         "sequence_length": "4096", "tokens_per_s_per_gpu": "5000"}
 KERNEL = {"id": "k", "kind": "kernel", "device": "H200-SXM", "source": "https://example.org/k", "op": "linear", "phase": "forward", "dtype": "bf16",
           "features": "m=4096 k=4096 n=4096", "kernel_ms": "0.2"}
+ATTENTION = {"op": "attention", "features": "tokens=4096 pairs=1000000 longest=1024 heads=8 head_dim=64"}
 BUNDLED = Path(__file__).resolve().parents[2] / "benchmarks" / "published"
 
 
@@ -63,6 +64,9 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
     (tmp_path / "empty.csv").write_text("id,kind,device,source\n")
     with pytest.raises(TableError, match="no rows"):
         read(tmp_path / "empty.csv")
+    (tmp_path / "latin.csv").write_bytes(b"id,kind,device,source\n" + b"a,step,H100-SXM,x\n" * 1000 + b"b,step,H100\xe9,x\n")
+    with pytest.raises(TableError, match=r"latin\.csv:1002: not UTF-8"):
+        read(tmp_path / "latin.csv")
     (tmp_path / "ragged.csv").write_text("id,kind,device,source\na,step\n")
     with pytest.raises(TableError, match="more or fewer cells"):
         read(tmp_path / "ragged.csv")
@@ -87,6 +91,12 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
     (STEP, {"reduce": "fp8"}, "reduce 'fp8'"),
     (STEP, {"hosts": "2"}, "2 hosts, nic_gb_s is not given"),
     (KERNEL, {"op": "conv"}, "op 'conv' is not one of the cost model"),
+    (KERNEL, {"op": "all_reduce", "features": "num_bytes=1000000"}, "all_reduce is a collective: .*benchmarks.collectives"),
+    (KERNEL, ATTENTION, "attention needs a variant; known: block, .*softmax"),
+    (KERNEL, {**ATTENTION, "variant": "sofmax"}, "attention needs a variant.*did you mean 'softmax'"),
+    (KERNEL, {"features": "m=4096 k=0 n=4096"}, "op linear: k must be > 0"),
+    (STEP, {"precision": "*=bf16 txt.0=fp8_tensor"}, "precision 'txt.0' is the name of no region.*did you mean 'text.0'"),
+    (STEP, {"checkpoint": "layers=full"}, "checkpoint 'layers' is the name of no region"),
     (KERNEL, {"features": "m=4096 k=4096"}, r"features \['k', 'm', 'n'\] are needed"),
 ])
 def test_what_a_plan_cannot_say_is_listed(tmp_path, base, change, reason):
