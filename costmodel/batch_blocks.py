@@ -48,7 +48,7 @@ class BlockPrices:
         self.stacked = BatchShape(samples=np.array([b.samples for b in batches]),
                                   sequences={name: _Shapes([b.sequences[name] for b in batches]) for name in batches[0].sequences})
         self.scalar = prices.calibration is not None
-        self._ops: dict[tuple[int, str], tuple[Op, ...]] = {}
+        self._ops: dict[tuple[int, str], tuple[Block, tuple[Op, ...]]] = {}  # with the block, whose identity stays taken
 
     def alike(self, precision: str) -> Hashable:
         """Precisions with equal keys take equal time."""
@@ -77,8 +77,8 @@ class BlockPrices:
     def forward(self, block: Block, precision: str) -> tuple[Op, ...]:
         key = (id(block), precision)
         if key not in self._ops:
-            self._ops[key] = block.forward(self.stacked, precision)
-        return self._ops[key]
+            self._ops[key] = block, block.forward(self.stacked, precision)
+        return self._ops[key][1]
 
     def _each(self, price: Callable[[BatchShape], float]) -> np.ndarray:
         return np.array([price(batch) for batch in self.batches])

@@ -73,13 +73,13 @@ class ForeignPricer(Pricer):
         return found
 
     def block(self, block: Block, batch: BatchShape, precision: str, phase: str) -> Cost:
-        key = (id(block), id(batch), precision, phase)
+        key = self._key(block, batch, precision, phase)
         if key not in self._blocks:
             self._blocks[key] = self._run(self._forward(block, batch, precision), phase, block.kind)
         return self._blocks[key]
 
     def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
-        key = (id(block), id(batch), precision, policy)
+        key = self._key(block, batch, precision, policy)
         if key not in self._blocks:
             self._blocks[key] = self._run(block.recomputed(batch, precision, policy), FORWARD, block.kind)
         return self._blocks[key]

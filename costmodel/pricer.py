@@ -78,6 +78,12 @@ class Pricer:
         self._blocks: dict[tuple[int, int, str, str], Cost] = {}
         self._forwards: dict[tuple[int, int, str], Sequence[Op]] = {}
         self._kept: list[BatchShape] = []
+        self._known: dict[int, Block] = {}
+
+    def _key(self, block: Block, batch: BatchShape, *rest: str) -> tuple:
+        """What a block's costs are kept by; its identity stays taken as long as they are, for blocks come and go in a process that plans for long."""
+        self._known[id(block)] = block
+        return (id(block), id(batch), *rest)
 
     def keep(self, batch: BatchShape) -> None:
         """Block costs are kept by the batch's identity, which must then stay taken."""
@@ -87,6 +93,7 @@ class Pricer:
             self._kept.clear()
             self._blocks.clear()
             self._forwards.clear()
+            self._known.clear()
         self._kept.append(batch)
 
     @property
@@ -135,14 +142,14 @@ class Pricer:
 
     def _forward(self, block: Block, batch: BatchShape, precision: str) -> Sequence[Op]:
         """The ops of a block's forward."""
-        key = (id(block), id(batch), precision)
+        key = self._key(block, batch, precision)
         if key not in self._forwards:
             self._forwards[key] = block.forward(batch, precision)
         return self._forwards[key]
 
     def block(self, block: Block, batch: BatchShape, precision: str, phase: str) -> Cost:
         """One block's forward or backward, corrected by its kind's composition."""
-        key = (id(block), id(batch), precision, phase)
+        key = self._key(block, batch, precision, phase)
         if key not in self._blocks:
             cost = self._corrected(block, batch, self.ops(self._forward(block, batch, precision), phase), phase, precision)
             seen = self.host.block(block, batch, precision, phase)
@@ -152,7 +159,7 @@ class Pricer:
 
     def recompute(self, block: Block, batch: BatchShape, precision: str, policy: str) -> Cost:
         """What runs again before a block's backward."""
-        key = (id(block), id(batch), precision, policy)
+        key = self._key(block, batch, precision, policy)
         if key not in self._blocks:
             again = block.recomputed(batch, precision, policy)
             cost = self._under_policy(block, batch, precision, policy, again)
@@ -262,7 +269,7 @@ class CompiledPricer(Pricer):
         self._eager.keep(batch)
 
     def block(self, block: Block, batch: BatchShape, precision: str, phase: str) -> Cost:
-        key = (id(block), id(batch), precision, phase)
+        key = self._key(block, batch, precision, phase)
         if key not in self._blocks:
             cost = self._eager.block(block, batch, precision, phase)
             device, host = compiled_share(self.calibration, block.kind, phase) or (1.0, compute.COMPILED_LAUNCH_SHARE)

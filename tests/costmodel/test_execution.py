@@ -12,12 +12,12 @@ from costmodel.compute import COMPILED_LAUNCH_SHARE, GRAPH_LAUNCH_SECONDS
 from costmodel.estimate import estimate
 from costmodel.execution import COMPILE_SECONDS, compile_seconds, fits_execution, refusal, unpriced
 from costmodel.jobtime import job_time
-from costmodel.lower import lower
+from costmodel.lower import batch_shape, lower
 from costmodel.memory import ALLOCATOR_OVERHEAD, block_memories, graph_bytes
 from costmodel.model import LayerGroup
 from costmodel.ops import BACKWARD, FORWARD
 from costmodel.plan import Layout, Plan
-from costmodel.pricer import pricer
+from costmodel.pricer import Pricer, pricer
 from costmodel.regions import over_samples, regions
 from costmodel.samples import CONSTANT_PREFIX, Environment, Sample
 
@@ -145,3 +145,17 @@ def test_an_fsdp_unit_costs_what_its_own_parameters_do():
         prices.append((shared.unit("fsdp_gather", block).bytes, 8.0 * block.num_parameters))
         del block
     assert [found for found, _ in prices] == [own for _, own in prices]
+
+
+def test_a_block_that_is_gone_leaves_no_cost_to_another():
+    """As where the regions of a model are built anew while its batch is still the same."""
+    plan, found = build_plan(device=H200, ranks=2, bandwidth=4e11), []
+    shared, batch = Pricer(plan, None), batch_shape(plan)
+    shared.keep(batch)
+    for width in range(64, 64 + 40 * 8, 8):
+        block = NextEvent("history", width, 1000)
+        for phase in (FORWARD, BACKWARD):
+            found.append((shared.block(block, batch, "bf16", phase).flops, sum(one.flops(phase) for one in block.forward(batch, "bf16"))))
+        found.append((shared.recompute(block, batch, "bf16", "full").flops, sum(one.flops(FORWARD) for one in block.forward(batch, "bf16"))))
+        del block
+    assert [made for made, _ in found] == pytest.approx([own for _, own in found])
