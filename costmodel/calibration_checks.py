@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from costmodel.blocks.attention import ATTENTION_VARIANTS
 from costmodel.codec import suggest
 from costmodel.conformal import MAKERS
 from costmodel.ops import KINDS, dtype_bytes
@@ -18,8 +19,6 @@ from costmodel.work import PARTS, TIMED
 if TYPE_CHECKING:
     from costmodel.calibration import Calibration, Composition, Curve
 
-# Kernels behind the op kind `attention`: what its variants begin with.
-_ATTENTIONS = ("softmax", "hstu", "gdpa", "block")
 _DEVICE_KINDS = ("cpu", "cuda", "gpu")
 # No utilisation is e^50 off.
 _MOST_LOG = 50.0
@@ -67,9 +66,8 @@ def _curve(where: str, curve: Curve) -> None:
         _refuse(f"{where}.features", f"{curve.op} needs {list(spec.features)}; missing: {', '.join(missing) or 'none (other order)'}")
     if spec.variants and curve.variant not in spec.variants:
         _refuse(f"{where}.variant", f"{curve.variant!r} of {curve.op} is none of {', '.join(spec.variants)}{suggest(curve.variant, spec.variants)}")
-    if curve.op == "attention" and curve.variant.split("_")[0] not in _ATTENTIONS:
-        _refuse(f"{where}.variant", f"{curve.variant!r} is no kernel's name; they begin with {', '.join(_ATTENTIONS)}"
-                                    f"{suggest(curve.variant, _ATTENTIONS)}")  # fmt: skip
+    if curve.op == "attention" and curve.variant not in ATTENTION_VARIANTS:
+        _refuse(f"{where}.variant", f"{curve.variant!r} is no kernel's name{suggest(curve.variant, ATTENTION_VARIANTS)}")
     if curve.phase not in spec.phases:
         _refuse(f"{where}.phase", f"{curve.phase!r} of {curve.op} is none of {', '.join(spec.phases)}{suggest(curve.phase, spec.phases)}")
     try:

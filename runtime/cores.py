@@ -9,8 +9,8 @@ Choosing cores does not help. A launching thread that visited all cores before e
 (forward and backward of small steps 10 to 25 % longer). A process kept to the cores that a look of 20 ms before training found quiet, 8.7 of 16 on
 average, was on a slow one in 44 % of its steps, as often as a core taken at random, 46 % [Measured: 333 runs of `benchmarks.fidelity --seed 71077`,
 commit 35f13fd, 2026-12-01]: which of the machine's cores are slow changes sooner than a run begins. Threads of lowest priority that keep every core
-awake, fewer threads that compute and an idle loop that polls made no difference that five turns of 24 steps each would show. It is left where the
-system puts it.
+awake, fewer threads that compute and an idle loop that polls made no difference that five turns of 24 steps each would show [Measured: H200's host,
+2026-12-01]. It is left where the system puts it.
 """
 from __future__ import annotations
 
